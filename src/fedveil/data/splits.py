@@ -1,0 +1,294 @@
+"""Who holds which records: a client's data are indices into the set, never copies.
+
+Every record belongs to at most one client and every client holds at least one. Nothing here loops over clients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from fedveil.data.sets import Data
+from fedveil.data.spelling import check_options, unknown
+from fedveil.seeds import Seed
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Ints = npt.NDArray[np.int64]
+
+# Paul Tol's 'muted' colours, which stay apart for colour-blind eyes, and grey.
+COLOURS = ("#332288", "#88CCEE", "#117733", "#DDCC77", "#CC6677", "#44AA99", "#882255", "#999933", "#AA4499", "#BBBBBB")
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """The records of K clients: client k's are `order[starts[k]:starts[k + 1]]`."""
+
+    order: Ints  # [N] record indices, client by client
+    starts: Ints  # [K + 1]
+    kind: str
+
+    def __post_init__(self) -> None:
+        if self.order.dtype != np.int64 or self.starts.dtype != np.int64:
+            raise ValueError(f"A split holds {self.order.dtype} and {self.starts.dtype}, not int64 indices.")
+        if len(self.starts) < 2 or self.starts[0] != 0 or self.starts[-1] != len(self.order):
+            raise ValueError(f"The starts of a split do not go from 0 to its {len(self.order):,} records.")
+        if (self.sizes < 1).any():
+            raise ValueError(f"Client {int(np.argmin(self.sizes))} of a {self.kind!r} split holds no record.")
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, k: int) -> Ints:
+        """The record indices of client k: a view."""
+        if not 0 <= k < len(self):
+            raise IndexError(f"There is no client {k}; the split has {len(self)}, from 0.")
+        return self.order[self.starts[k] : self.starts[k + 1]]
+
+    @property
+    def sizes(self) -> Ints:
+        """The number of records of each client, [K]."""
+        return np.diff(self.starts)
+
+    def counts(self, y: Tensor | Ints, classes: int) -> Ints:
+        """How many records of each class each client holds, [K, classes], for labels y [n]."""
+        held = np.asarray(y)[self.order]
+        if held.min() < 0 or held.max() >= classes:
+            raise ValueError(f"Labels go from {held.min()} to {held.max()}, but there are {classes} classes, from 0.")
+        cell = np.repeat(np.arange(len(self)), self.sizes) * classes + held
+        return np.bincount(cell, minlength=len(self) * classes).reshape(len(self), classes)
+
+    def picture(self, y: Tensor | Ints, labels: Sequence[str], clients: int = 40) -> Figure:
+        """A bar a client, its records coloured by class; of more than `clients` clients, some evenly chosen.
+
+        With more than ten classes the nine largest are coloured and the rest is grey. Where y is not one label a
+        record, bars show sizes only.
+        """
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+
+        if np.ndim(y) == 1:
+            counts, names = self.counts(y, len(labels)), list(labels)
+        else:
+            counts, names = self.sizes[:, None], ["records"]
+        if len(names) > len(COLOURS):
+            largest = np.sort(np.argsort(-counts.sum(0), kind="stable")[: len(COLOURS) - 1])
+            rest = counts.sum(1) - counts[:, largest].sum(1)
+            counts, names = np.column_stack([counts[:, largest], rest]), [*(names[i] for i in largest), "other"]
+        shown = np.linspace(0, len(self) - 1, min(clients, len(self))).round().astype(np.int64)
+
+        figure = Figure(figsize=(8, 1.5 + 0.22 * max(len(shown), 5)), layout="constrained")
+        axes = figure.add_subplot()
+        ends = counts[shown].cumsum(1)
+        rows = np.arange(len(shown))
+        for c, (name, colour) in enumerate(zip(names, COLOURS, strict=False)):
+            width = counts[shown, c]
+            axes.barh(
+                rows, width, left=ends[:, c] - width, height=0.8, color=colour, label=name, edgecolor="white", lw=0.4
+            )
+        axes.set_yticks(rows, [str(k) for k in shown], fontsize=8)
+        axes.set_ylim(len(shown) - 0.4, -0.6)
+        axes.set_xlabel("records")
+        axes.set_ylabel("client")
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=True))
+        axes.set_xlim(0, ends.max() * 1.03)
+        axes.spines[["top", "right"]].set_visible(False)
+        some = (
+            f"{len(shown)} of {len(self):,} clients, evenly chosen"
+            if len(shown) < len(self)
+            else f"{len(self)} clients"
+        )
+        axes.set_title(f"{self.kind} split: {some}; {len(self.order):,} records in all", fontsize=10, loc="left")
+        if len(names) > 1:
+            figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+        return figure
+
+
+def split(kind: str, data: Data, clients: int | None, seed: Seed, **options: Any) -> Split:
+    """The split of `kind` (`SPLITS`); `options` are the keyword-only parameters of its function.
+
+    A 'natural' split has as many clients as the data have groups: `clients` is then None or that number.
+    """
+    if kind not in SPLITS:
+        raise unknown("split", kind, SPLITS)
+    check_options(f"split {kind!r}", SPLITS[kind], options)
+    if kind == "natural":
+        made = natural(data)
+        if clients not in (None, len(made)):
+            raise ValueError(f"{data.name!r} has {len(made)} groups, not {clients}; leave clients out.")
+        return made
+    if clients is None:
+        raise ValueError(f"A {kind!r} split needs a number of clients; give clients=.")
+    return SPLITS[kind](data, clients, seed, **options)
+
+
+def iid(data: Data, clients: int, seed: Seed) -> Split:
+    """Records shuffled and dealt out in parts whose sizes differ by one at most."""
+    _check_clients("iid", data, clients)
+    order = seed.child("split").numpy().permutation(len(data.y))
+    return Split(order, _even(len(order), clients), "iid")
+
+
+def dirichlet(data: Data, clients: int, seed: Seed, *, alpha: float = 0.3, least: int = 1) -> Split:
+    """Each class is divided over the clients in proportions drawn from a symmetric Dirichlet(alpha).
+
+    Small alpha: few clients hold most of a class; large alpha: like IID. Clients that come out with fewer than
+    `least` records are then filled up with records drawn at random from those that hold most.
+    """
+    if not 0 < alpha < math.inf:
+        raise ValueError(f"alpha is {alpha}, but a Dirichlet split needs a number above 0.")
+    _check_clients("dirichlet", data, clients, least)
+    rng = seed.child("split").numpy()
+    records = rng.permutation(len(data.y))
+    y = _labels("dirichlet", data)[records]
+    owner = np.empty(len(y), np.int64)
+    for label in np.unique(y):
+        mine = rng.permutation(np.flatnonzero(y == label))
+        shares = rng.dirichlet(np.full(clients, alpha)).cumsum()
+        owner[mine] = np.searchsorted(shares[:-1], (np.arange(len(mine)) + rng.random()) / len(mine))
+    return _grouped(records, _filled_up(owner, clients, least), clients, "dirichlet")
+
+
+def by_classes(data: Data, clients: int, seed: Seed, *, classes: int = 2) -> Split:
+    """Each client holds `classes` classes; a class's records are divided evenly over its holders.
+
+    Classes are dealt like cards, from a freshly shuffled deck each time one runs out, so they have equally many
+    holders, give or take one; with 5 clients of 2 out of 10 classes they are disjoint. The records of a class that
+    nobody holds stay out.
+    """
+    _check_clients("classes", data, clients)
+    y = _labels("classes", data)
+    present = np.unique(y)
+    if not 1 <= classes <= len(present):
+        raise ValueError(f"classes is {classes}, but {data.name!r} holds {len(present)} classes; use no more.")
+    rng = seed.child("split").numpy()
+    hands = present[_deal(clients, classes, len(present), rng)]
+    records, owners = [], []
+    for label in present:
+        holders = np.flatnonzero((hands == label).any(1))
+        mine = rng.permutation(np.flatnonzero(y == label))
+        if len(mine) < len(holders):
+            raise ValueError(
+                f"Class {label} of {data.name!r} has {len(mine):,} records for {len(holders):,} clients; "
+                f"use fewer clients or classes."
+            )
+        if len(holders):
+            records.append(mine)
+            owners.append(np.repeat(holders, np.diff(_even(len(mine), len(holders)))))
+    return _grouped(np.concatenate(records), np.concatenate(owners), clients, "classes")
+
+
+def shards(data: Data, clients: int, seed: Seed, *, shards: int = 2) -> Split:
+    """Records sorted by label and cut into clients × `shards` even parts, of which each client is dealt `shards`.
+
+    The pathological split of McMahan et al. (2017). Where classes are larger than a shard, a shard holds records of
+    at most two.
+    """
+    if shards < 1:
+        raise ValueError(f"shards is {shards}, but a client needs at least one.")
+    _check_clients("shards", data, clients, shards)
+    rng = seed.child("split").numpy()
+    records = rng.permutation(len(data.y))
+    records = records[np.argsort(_labels("shards", data)[records], kind="stable")]
+    holder = rng.permutation(np.repeat(np.arange(clients), shards))
+    owner = np.repeat(holder, np.diff(_even(len(records), len(holder))))
+    return _grouped(records, owner, clients, "shards")
+
+
+def natural(data: Data) -> Split:
+    """A client for each of the data's own groups, in the order of their numbers."""
+    if data.groups is None:
+        raise ValueError(f"{data.name!r} has no natural groups; give groups=, or use another split.")
+    groups, owner = np.unique(data.groups.numpy(), return_inverse=True)
+    return _grouped(np.arange(len(owner)), owner, len(groups), "natural")
+
+
+SPLITS: dict[str, Callable[..., Split]] = {
+    "iid": iid,
+    "dirichlet": dirichlet,
+    "classes": by_classes,
+    "shards": shards,
+    "natural": natural,
+}
+
+
+def _check_clients(kind: str, data: Data, clients: int, each: int = 1) -> None:
+    if clients < 1 or each < 1:
+        raise ValueError(f"A {kind!r} split has {clients} clients with at least {each} records; use 1 or more of each.")
+    if clients * each > len(data.y):
+        raise ValueError(
+            f"{data.name!r} has {len(data.y):,} records, too few for {clients:,} clients with {each} each; "
+            f"use at most {len(data.y) // each:,} clients."
+        )
+
+
+def _labels(kind: str, data: Data) -> Ints:
+    if data.y.ndim != 1:
+        raise ValueError(
+            f"A {kind!r} split needs one label a record, but y of {data.name!r} is {list(data.y.shape)}; "
+            f"use 'iid' or 'natural'."
+        )
+    y: Ints = data.y.numpy()
+    return y
+
+
+def _even(n: int, parts: int) -> Ints:
+    """Where each of `parts` parts of n starts, and n: [parts + 1]; sizes differ by one at most."""
+    return np.arange(parts + 1) * n // parts
+
+
+def _grouped(records: Ints, owner: Ints, clients: int, kind: str) -> Split:
+    """The split in which records[i] belongs to owner[i]."""
+    starts = np.zeros(clients + 1, np.int64)
+    np.cumsum(np.bincount(owner, minlength=clients), out=starts[1:])
+    return Split(records[np.argsort(owner, kind="stable")], starts, kind)
+
+
+def _filled_up(owner: Ints, clients: int, least: int) -> Ints:
+    """`owner` [N], changed so that each client has `least` records; those with most give, down to a common level."""
+    sizes = np.bincount(owner, minlength=clients)
+    lacking = np.maximum(least - sizes, 0)
+    needed = int(lacking.sum())
+    if needed == 0:
+        return owner
+    falling = -np.sort(-sizes)
+    # With the m largest cut down to the size of the next, `spare[m - 1]` records are free.
+    spare = np.cumsum(falling) - np.arange(1, clients + 1) * np.append(falling[1:], 0)
+    m = int(np.searchsorted(spare, needed)) + 1
+    total = int(falling[:m].sum()) - needed
+    level, extra = divmod(total, m)
+    largest = np.argsort(-sizes, kind="stable")[:m]
+    kept = sizes.copy()
+    kept[largest] = level
+    kept[largest[:extra]] += 1
+    # The records at hand are in random order, so the last of a client's are any of its records.
+    order = np.argsort(owner, kind="stable")
+    rank = np.arange(len(owner)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    given = order[rank >= kept[owner[order]]]
+    owner = owner.copy()
+    owner[given] = np.repeat(np.arange(clients), lacking)
+    return owner
+
+
+def _deal(clients: int, hand: int, cards: int, rng: np.random.Generator) -> Ints:
+    """[clients, hand] cards out of `cards`, no two alike in a hand, each dealt equally often, give or take one.
+
+    Decks are dealt one after the other. Where a hand takes the tail of one deck and the head of the next, the next
+    is ordered so that the tail's cards come after its head. This repeats after `cycle` decks, so all cycles are
+    made at once, deck by deck.
+    """
+    cycle = hand // math.gcd(hand, cards)
+    cycles = -(-clients * hand // (cycle * cards))
+    decks = rng.permuted(np.tile(np.arange(cards), (cycles, cycle, 1)), axis=2)
+    for i in range(1, cycle):
+        tail = decks[:, i - 1, cards - i * cards % hand :]
+        late = (decks[:, i, :, None] == tail[:, None, :]).any(2)
+        decks[:, i] = np.take_along_axis(decks[:, i], np.argsort(late, axis=1, kind="stable"), axis=1)
+    return decks.reshape(-1)[: clients * hand].reshape(clients, hand)

@@ -1,0 +1,5 @@
+"""Where clients live."""
+
+from fedveil.engines.local import Local
+
+__all__ = ["Local"]

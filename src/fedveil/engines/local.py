@@ -1,0 +1,103 @@
+"""Clients in this process, as stacks: one stack is one `vmap`, and on a CPU a few stacks run beside each other."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from fedveil.federation import Clients, Letter, Reply
+from fedveil.message import KINDS, Refused
+
+
+class ClientFailure(Exception):
+    """In debug mode: which client failed, at which question, with which shapes."""
+
+
+class Local:
+    """The default engine.
+
+    stack:   clients trained as one; None lets the engine choose: all of a worker's clients, fewer if memory runs out
+    workers: stacks trained beside each other; None is one a core on a CPU and one on a GPU
+    debug:   one client at a time, and the first failure ends the run with its client, question and shapes
+    """
+
+    def __init__(self, stack: int | None = None, workers: int | None = None, debug: bool = False) -> None:
+        if (stack is not None and stack < 1) or (workers is not None and workers < 1):
+            raise ValueError("stack and workers are at least 1; leave them out to let the engine choose")
+        self.stack, self.workers, self.debug = stack, workers, debug
+        self._clients: Clients | None = None
+        self._pool: ThreadPoolExecutor | None = None
+
+    def open(self, clients: Clients) -> None:
+        self._clients = clients
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        on_gpu = clients.task.device.type != "cpu"
+        self._lanes = 1 if self.debug or on_gpu else self.workers or cores
+        if self._lanes > 1:
+            self._pool = ThreadPoolExecutor(self._lanes, "fedveil", initializer=torch.set_num_threads, initargs=(1,))
+        self._fits = 1 if self.debug or not clients.task.stackable else self.stack or 10**9
+
+    def close(self) -> None:
+        if self._pool:
+            self._pool.shutdown()
+
+    def deliver(self, letters: Sequence[Letter], deadline: float | None) -> Iterable[Reply]:
+        """Answer every letter. Letters of one payload are stacked; a time limit is simulated elsewhere."""
+        stacks = self._stacks(letters)
+        if self._pool and len(stacks) > 1:
+            threads = torch.get_num_threads()
+            try:
+                done = list(self._pool.map(self._answer, stacks))
+            finally:
+                torch.set_num_threads(threads)
+        else:
+            done = [self._answer(stack) for stack in stacks]
+        return sorted((reply for replies in done for reply in replies), key=lambda reply: reply.client)
+
+    def _stacks(self, letters: Sequence[Letter]) -> list[list[Letter]]:
+        """Clients of like size together, so that little of a stack is padding; as many stacks as there are workers."""
+        assert self._clients
+        sizes = self._clients.task.clients.sizes
+        groups: dict[tuple[int, bytes], list[Letter]] = {}
+        for letter in letters:
+            groups.setdefault((letter.kind, letter.payload), []).append(letter)
+        stacks = []
+        for group in groups.values():
+            group.sort(key=lambda letter: (sizes[letter.client], letter.client))
+            size = self._fits if self.stack else min(self._fits, math.ceil(len(group) / self._lanes))
+            stacks += [group[i : i + size] for i in range(0, len(group), size)]
+        return stacks
+
+    def _answer(self, stack: list[Letter]) -> list[Reply]:
+        """Answer as one stack; if that fails, as two halves, down to the guilty client, who alone fails."""
+        assert self._clients
+        try:
+            return self._clients.answer(stack)
+        except Exception as error:
+            if self.debug:
+                raise self._located(stack[0], error) from error
+            if len(stack) > 1:
+                if isinstance(error, torch.OutOfMemoryError):
+                    torch.cuda.empty_cache()
+                    self._fits = max(1, min(self._fits, len(stack) // 2))
+                half = len(stack) // 2
+                return self._answer(stack[:half]) + self._answer(stack[half:])
+            sentence = " ".join(str(error).split())[:300]
+            problem = (
+                f"refused: {sentence}" if isinstance(error, Refused) else f"failed: {type(error).__name__}: {sentence}"
+            )
+            return [Reply(stack[0].client, problem=problem)]
+
+    def _located(self, letter: Letter, error: Exception) -> ClientFailure:
+        assert self._clients
+        task = self._clients.task
+        shapes = {**task.sizes, "records": int(task.clients.sizes[letter.client])}
+        told = ", ".join(f"{name} {size}" for name, size in shapes.items())
+        return ClientFailure(
+            f"client {letter.client} failed at {KINDS[letter.kind].__name__} in round {letter.envelope.round} "
+            f"({told}): {type(error).__name__}: {error}"
+        )

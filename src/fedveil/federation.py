@@ -1,0 +1,542 @@
+"""The loop: a method asks a cohort, round after round, and the ledger counts what it cost.
+
+A method is three functions over explicit records (see `Method`). The server's side of a round is `Cohort`: `ask` is the
+only way to a client. The clients' side is `Crowd`: C clients answering one question together. Between the two lie
+bytes, carried by an engine that knows neither.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from fedveil import message
+from fedveil.ledger import Ledger, Result, Row
+from fedveil.message import Answer, Envelope, Question, Record, Refused, Size, Weights
+from fedveil.runs import RunFolder
+from fedveil.seeds import Seed
+from fedveil.task import Rows, Task
+
+
+class State(Record, frozen=True):
+    """What the server knows between rounds. A method adds fields; `weights` is what is evaluated and published."""
+
+    weights: Weights
+
+
+class Method:
+    """What crosses the wire. Subclasses are frozen dataclasses of hyper-parameters with three functions.
+
+    begin(task)             -> state      the server's first state
+    round(state, cohort)    -> state      the server: ask the cohort, merge what comes back
+    answer[type(question)]  : (crowd, question) -> one answer a client of the crowd, in its order
+
+    A subclass that states a `name` is entered in `METHODS` and can be used in recipes under it.
+    """
+
+    name: ClassVar[str]
+    about: ClassVar[About]
+
+    def __init_subclass__(cls) -> None:
+        if "name" in cls.__dict__:
+            METHODS[cls.name] = cls
+
+    def begin(self, task: Task) -> State:
+        raise NotImplementedError
+
+    def round(self, state: Any, cohort: Cohort) -> State:
+        raise NotImplementedError
+
+    @property
+    def answer(self) -> Mapping[type[Question], Callable[[Crowd, Any], Sequence[Answer]]]:
+        raise NotImplementedError
+
+    def schema(self, task: Task, question: Question, client: int) -> Mapping[str, Size]:
+        """What the dimension names in the answer to `question` stand for; by default the task's own."""
+        return task.sizes
+
+
+METHODS: dict[str, type[Method]] = {}
+
+
+@dataclass(frozen=True)
+class About:
+    """What `fedveil describe` says of a method. A privacy word comes with its kind: proved, measured or heuristic."""
+
+    summary: str
+    sends: str
+    server_sees: str
+    network_sees: str
+    claims: tuple[tuple[str, str], ...]  # (kind, sentence)
+    paper: str
+
+
+# ---------------------------------------------------------------------------------------------------- the server's side
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Who is asked each round, and what goes wrong on the way."""
+
+    size: int = 10
+    kind: str = "uniform"  # uniform, weighted (by records), or poisson (each client with probability size / clients)
+    quorum: float = 1  # answers needed: a number, or below 1 a share of those asked
+    drop: float = 0.0  # probability that a question goes unanswered (simulated)
+    latency: float = 0.0  # mean seconds to an answer, exponentially distributed (simulated)
+    deadline: float | None = None  # seconds after which an answer is late
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("uniform", "weighted", "poisson"):
+            raise ValueError(f"cohort.kind is '{self.kind}'; use uniform, weighted or poisson")
+        if self.size < 1 or self.quorum <= 0 or not 0 <= self.drop < 1 or self.latency < 0:
+            raise ValueError("a cohort needs size >= 1, quorum > 0, 0 <= drop < 1 and latency >= 0")
+
+    def draw(self, task: Task, seed: Seed) -> tuple[int, ...]:
+        """The clients of one round, in ascending order."""
+        clients, rng = len(task.clients), seed.numpy()
+        if self.kind == "weighted":
+            sizes = task.clients.sizes
+            chosen = rng.choice(clients, min(self.size, clients), replace=False, p=sizes / sizes.sum())
+        else:
+            size = rng.binomial(clients, min(1, self.size / clients)) if self.kind == "poisson" else self.size
+            chosen = rng.choice(clients, min(int(size), clients), replace=False, shuffle=False)
+        return tuple(sorted(int(k) for k in chosen))
+
+    def needed(self, asked: int) -> int:
+        return math.ceil(self.quorum * asked) if self.quorum < 1 else int(self.quorum)
+
+
+class BelowQuorum(Exception):
+    """Too few answers: the round ends here and the state stays what it was."""
+
+
+class Answers(Mapping[int, Any]):
+    """Answers by client, in the cohort's order, and who is missing and why."""
+
+    def __init__(self, answers: Mapping[int, Answer], missing: Mapping[int, str]) -> None:
+        self._answers, self.missing = dict(sorted(answers.items())), dict(sorted(missing.items()))
+
+    def __getitem__(self, client: int) -> Any:
+        return self._answers[client]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._answers)
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def stack(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """One field of every answer, stacked: [answers, …]."""
+        return message.stack(list(self._answers.values()), name).to(device)
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A question on its way to one client. Letters that share a payload are one broadcast."""
+
+    kind: int
+    envelope: Envelope
+    payload: bytes
+
+    @property
+    def client(self) -> int:
+        return self.envelope.client
+
+    @property
+    def frame(self) -> bytes:
+        """The bytes that travel."""
+        return message.prefix(self.kind, self.envelope) + self.payload
+
+    @staticmethod
+    def read(frame: bytes) -> Letter:
+        """A letter from the bytes that travelled. Raises `Refused`."""
+        return Letter(*message.envelope(frame), frame[message.PREFIX_BYTES :])
+
+    def __len__(self) -> int:
+        return message.PREFIX_BYTES + len(self.payload)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came back from (or of) a client: a frame, or the reason why there is none."""
+
+    client: int
+    frame: bytes = b""
+    problem: str = ""
+    passes: int = 0  # records run forward and backward for this reply's stack, known in simulation only
+
+
+class Engine(Protocol):
+    """Where clients live. It carries letters to them and replies back, and knows nothing of methods."""
+
+    def open(self, clients: Clients) -> None: ...
+
+    def deliver(self, letters: Sequence[Letter], deadline: float | None) -> Iterable[Reply]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class _Round:
+    """What the asks of one round share."""
+
+    task: Task
+    method: Method
+    engine: Engine
+    plan: Sampling
+    run: bytes
+    seed: Seed
+    row: Row
+    serial: int = 0
+
+
+class Cohort:
+    """The clients of this round, and the only way to reach them."""
+
+    def __init__(self, ids: tuple[int, ...], shared: _Round) -> None:
+        self.ids, self._shared = ids, shared
+
+    @property
+    def task(self) -> Task:
+        return self._shared.task
+
+    @property
+    def round(self) -> int:
+        """The number of this round, from 1."""
+        return self._shared.row.round
+
+    @property
+    def seed(self) -> Seed:
+        """The public seed of this round."""
+        return self._shared.seed
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def only(self, ids: Iterable[int]) -> Cohort:
+        """The same round with fewer clients."""
+        chosen = set(ids)
+        if not chosen <= set(self.ids):
+            raise ValueError(f"clients {sorted(chosen - set(self.ids))} are not in this cohort")
+        return Cohort(tuple(k for k in self.ids if k in chosen), self._shared)
+
+    def note(self, **figures: float) -> None:
+        """Put figures of the method's own (a cosine, a norm) into this round's row of the ledger."""
+        self._shared.row.metrics.update(figures)
+
+    def ask(self, question: Question | Mapping[int, Question]) -> Answers:
+        """Ask every client, or each client something else. Returns the answers and, by name and reason, who is missing.
+
+        Raises `BelowQuorum` if fewer than the quorum answered.
+        """
+        shared, task = self._shared, self.task
+        questions = question if isinstance(question, Mapping) else dict.fromkeys(self.ids, question)
+        if not set(questions) <= set(self.ids):
+            raise ValueError(f"clients {sorted(set(questions) - set(self.ids))} are not in this cohort")
+        serial, shared.serial = shared.serial, shared.serial + 1
+        payloads: dict[int, bytes] = {}
+        letters: list[Letter] = []
+        missing: dict[int, str] = {}
+        for client, q in sorted(questions.items()):
+            if id(q) not in payloads:
+                message.check(q, task.sizes)
+                payloads[id(q)] = message.pack(q)
+            where = Envelope(shared.run, self.round, client, serial)
+            letter = Letter(q.kind, where, payloads[id(q)])
+            shared.row.count_down(client, len(letter))
+            fate = self._fate(client, serial)
+            if fate:
+                missing[client] = fate
+            else:
+                letters.append(letter)
+        answers = self._receive(shared.engine.deliver(letters, shared.plan.deadline), questions, serial, missing)
+        for letter in letters:
+            if letter.client not in answers:
+                missing.setdefault(letter.client, "late: no answer when the question closed")
+        shared.row.missing.update({str(k): reason for k, reason in missing.items()})
+        needed = shared.plan.needed(len(shared.row.cohort))
+        if len(answers) < min(needed, len(questions)):
+            raise BelowQuorum(f"{len(answers)} of {len(questions)} answered, {needed} are needed")
+        return Answers(answers, missing)
+
+    def _fate(self, client: int, serial: int) -> str:
+        """Simulated drop-outs and latency: part of the public randomness, so the same on every engine."""
+        plan = self._shared.plan
+        if not plan.drop and not plan.latency:
+            return ""
+        rng = self.seed.child("client", client, "fate", serial).numpy()
+        if rng.random() < plan.drop:
+            return "dropped"
+        wait = rng.exponential(plan.latency) if plan.latency else 0.0
+        return f"late: {wait:.3g} s" if plan.deadline is not None and wait > plan.deadline else ""
+
+    def _receive(
+        self, replies: Iterable[Reply], questions: Mapping[int, Question], serial: int, missing: dict[int, str]
+    ) -> dict[int, Answer]:
+        """Check every reply; the first valid one of a client counts, and nothing else changes anything."""
+        shared = self._shared
+        answers: dict[int, Answer] = {}
+        for reply in replies:
+            shared.row.passes += reply.passes
+            if reply.client not in questions:
+                shared.row.events.append(f"client {reply.client}: refused: unknown client: it was not asked")
+                continue
+            shared.row.count_up(reply.client, len(reply.frame))
+            if reply.client in answers:
+                shared.row.events.append(f"client {reply.client}: refused: duplicate: the first answer counts")
+                continue
+            if reply.problem:
+                missing[reply.client] = reply.problem
+                continue
+            question = questions[reply.client]
+            expected = Envelope(shared.run, self.round, reply.client, serial)
+            try:
+                sizes = shared.method.schema(self.task, question, reply.client)
+                answers[reply.client] = read_answer(reply.frame, type(question).reply, sizes, expected)
+                missing.pop(reply.client, None)
+            except Refused as error:
+                missing[reply.client] = f"refused: {error}"
+        return answers
+
+
+def read_answer(frame: bytes, kind: type[Answer], sizes: Mapping[str, Size], expected: Envelope) -> Answer:
+    """A frame from outside -> an answer that may be used. Raises `Refused`."""
+    answer, where = message.unframe(frame, {kind.kind: kind}, message.size_limit(kind, sizes))
+    for part in ("run", "client", "round", "serial"):
+        found, wanted = getattr(where, part), getattr(expected, part)
+        if found != wanted:
+            raise Refused(f"wrong {part}", f"{found!r} where {wanted!r} was expected")
+    message.check(answer, sizes)
+    assert isinstance(answer, Answer)
+    return answer
+
+
+# ---------------------------------------------------------------------------------------------------- the clients' side
+
+
+class Memory:
+    """What clients remember between rounds. Keyed by round and question, so that a question asked again finds what its
+    first asking found: the newest entry of an earlier round is kept beside those of the round in progress."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, list[tuple[int, int, Record]]] = {}
+
+    def before(self, client: int, round_: int, serial: int) -> Record | None:
+        past = [record for r, s, record in self.entries.get(client, []) if (r, s) < (round_, serial)]
+        return past[-1] if past else None
+
+    def keep(self, client: int, round_: int, serial: int, record: Record) -> None:
+        entries = [e for e in self.entries.get(client, []) if e[:2] < (round_, serial)]
+        earlier = [e for e in entries if e[0] < round_][-1:]
+        self.entries[client] = [*earlier, *(e for e in entries if e[0] == round_), (round_, serial, record)]
+
+
+@dataclass
+class Crowd:
+    """C clients that answer one question together. Everything per client is in the order of `clients`."""
+
+    task: Task
+    clients: tuple[int, ...]
+    round: int
+    seed: Seed  # the public seed of the round
+    secret: Seed  # the private root of this question; never leaves the client
+    memory: list[Any]  # what each client remembers, or None; replaced through `remember`
+    notes: list[dict[str, Any]]  # what each client keeps until the round closes
+    passes: int = 0
+    kept: list[Record] | None = None
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """The clients' records; a question that needs no data loads none."""
+        return self.task.rows(self.clients)
+
+    def seeds(self, purpose: str) -> list[Seed]:
+        """A public stream for each client."""
+        return [self.seed.child("client", k, purpose) for k in self.clients]
+
+    def secrets(self, purpose: str) -> list[Seed]:
+        """A private stream for each client, fresh for every question."""
+        return [self.secret.child(k, purpose) for k in self.clients]
+
+    def remember(self, records: Sequence[Record]) -> None:
+        """What each client will find in `memory` in a later round, if this answer goes through."""
+        self.kept = list(records)
+
+    def recall(self, key: str) -> list[Any]:
+        """What each client noted earlier in this round."""
+        if any(key not in note for note in self.notes):
+            raise Refused(
+                "lost state", f"'{key}' of round {self.round} is gone; the client restarted or the round closed"
+            )
+        return [note[key] for note in self.notes]
+
+
+class Clients:
+    """Clients in one place: reads letters, lets the method answer them, writes replies. Every engine uses it."""
+
+    def __init__(self, method: Method, task: Task, run: bytes, seed: Seed, secret: Seed | None = None) -> None:
+        self.method, self.task, self.run, self.seed = method, task, run, seed
+        self.secret = secret  # fixed in tests only; otherwise every question has a fresh one
+        self.memory = Memory()
+        self._notes: dict[int, dict[str, Any]] = {}
+        self._notes_round = 0
+
+    def answer(self, letters: Sequence[Letter]) -> list[Reply]:
+        """Answer letters that share one payload, as one stack. An exception concerns the stack, not one client."""
+        first = letters[0]
+        table = {q.kind: q for q in self.method.answer}
+        if first.envelope.run != self.run:
+            raise Refused("wrong run", "the question is of another run")
+        if first.kind not in table:
+            raise Refused("wrong kind", f"{self.method.name} has no question of kind {first.kind}")
+        question = message.unpack(first.payload, table[first.kind])
+        message.check(question, self.task.sizes)
+        self._open_round(first.envelope.round)
+        round_, serial = first.envelope.round, first.envelope.serial
+        ids = tuple(letter.client for letter in letters)
+        crowd = Crowd(
+            self.task,
+            ids,
+            round_,
+            self.seed.child("round", round_),
+            Seed.private() if self.secret is None else self.secret.child(round_, serial),
+            [self.memory.before(k, round_, serial) for k in ids],
+            [self._notes.setdefault(k, {}) for k in ids],
+        )
+        answers = self.method.answer[type(question)](crowd, question)
+        replies = []
+        for letter, answer in zip(letters, answers, strict=True):
+            message.check(answer, self.method.schema(self.task, question, letter.client))
+            replies.append(Reply(letter.client, message.frame(answer, letter.envelope), passes=crowd.passes))
+            crowd.passes = 0  # the stack's passes are told once
+        for client, record in zip(ids, crowd.kept or (), strict=crowd.kept is not None):
+            self.memory.keep(client, round_, serial, record)
+        return replies
+
+    def _open_round(self, round_: int) -> None:
+        if round_ < self._notes_round:
+            raise Refused("wrong round", f"round {round_} is over, round {self._notes_round} has begun")
+        if round_ > self._notes_round:
+            self._notes, self._notes_round = {}, round_
+
+
+# ---------------------------------------------------------------------------------------------------- the loop
+
+
+@dataclass
+class Federation:
+    """A run in progress. `fedveil.run` builds one; `step` is one round."""
+
+    task: Task
+    method: Method
+    engine: Engine
+    plan: Sampling
+    seed: Seed
+    evaluate_every: int = 1
+    run: bytes = field(default_factory=lambda: secrets.token_bytes(8))
+    secret: Seed | None = None
+
+    def __post_init__(self) -> None:
+        self.clients = Clients(self.method, self.task, self.run, self.seed, self.secret)
+        self.engine.open(self.clients)
+
+    def step(self, state: State, number: int, last: bool = False) -> tuple[State, Row]:
+        """Round `number` (from 1): draw a cohort, let the method do its round, evaluate."""
+        began = time.perf_counter()
+        seed = self.seed.child("round", number)
+        ids = self.plan.draw(self.task, seed.child("cohort"))
+        row = Row(round=number, cohort=list(ids))
+        cohort = Cohort(ids, _Round(self.task, self.method, self.engine, self.plan, self.run, seed, row))
+        try:
+            if not ids:
+                raise BelowQuorum("the draw chose nobody")
+            state = self.method.round(state, cohort)
+        except BelowQuorum as error:
+            row.events.append(f"below quorum: {error}; the weights stay as they were")
+        if number % self.evaluate_every == 0 or last:
+            row.metrics.update(self.task.evaluate(state.weights))
+        row.seconds = time.perf_counter() - began
+        return state, row
+
+
+def run(
+    task: Task,
+    method: Method,
+    *,
+    rounds: int = 20,
+    cohort: Sampling | int = 10,
+    seed: int = 0,
+    engine: Engine | None = None,
+    evaluate_every: int = 1,
+    target: float | None = None,
+    patience: int = 5,
+    folder: RunFolder | Path | str | None = None,
+    observer: Callable[[Row], object] | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    insecure_test_noise: int | None = None,
+) -> Result:
+    """Train `task` with `method` and return what came of it and what it cost.
+
+    cohort:   how many clients a round, or a `Sampling`
+    target:   stop when test accuracy reaches it
+    patience: stop when so many rounds in a row had no answer that could be used
+    folder:   where ledger and checkpoints go; a folder that holds a checkpoint is continued from it
+    observer: called with each round's `Row` as it is written
+    stop:     asked after each round; True ends the run there
+    """
+    from fedveil.engines.local import Local
+
+    plan = cohort if isinstance(cohort, Sampling) else Sampling(size=cohort)
+    engine = Local() if engine is None else engine
+    home = RunFolder(folder) if isinstance(folder, (str, Path)) else folder
+    saved = home.load() if home else None
+    secret = None if insecure_test_noise is None else Seed.root(insecure_test_noise).child("insecure test noise")
+    options: dict[str, Any] = {"run": saved.run} if saved else {}
+    federation = Federation(task, method, engine, plan, Seed.root(seed), evaluate_every, secret=secret, **options)
+    try:
+        if saved:
+            state, done = saved.state, saved.round
+            state = _onto(state, task.device)
+            federation.clients.memory.entries = saved.memory
+            ledger = home.ledger(saved.round) if home else Ledger()
+        else:
+            state, done = method.begin(task), 0
+            ledger = home.ledger(0) if home else Ledger()
+        failed = 0
+        for number in range(done + 1, rounds + 1):
+            state, row = federation.step(state, number, last=number == rounds)
+            ledger.append(row)
+            if home:
+                home.save(federation.run, number, state, federation.clients.memory.entries)
+            if observer:
+                observer(row)
+            failed = failed + 1 if row.cohort and len(row.missing) == len(row.cohort) else 0
+            if failed >= patience:
+                reasons = ", ".join(sorted(set(row.missing.values())))
+                raise RuntimeError(f"no client answered for {failed} rounds; the last reasons were: {reasons}")
+            if (target is not None and row.metrics.get("accuracy", 0) >= target) or stop():
+                break
+        return Result(method.name, state.weights.cpu(), ledger, task)
+    finally:
+        engine.close()
+        if home:
+            home.close()
+
+
+def _onto(record: State, device: torch.device) -> State:
+    """The same record with its tensors on `device`."""
+    moved = {n: v.to(device).clone() for n in record.__struct_fields__ if isinstance(v := getattr(record, n), Tensor)}
+    return msgspec.structs.replace(record, **moved)

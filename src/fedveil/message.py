@@ -1,0 +1,335 @@
+"""Records and their bytes: the only place that turns numbers into bytes and bytes into numbers.
+
+A frame is what travels or lies on disk:
+
+    offset  0   2  b"FV"                    24  4  length of the head, little-endian
+            2   1  version                  28  …  head: the record as a msgpack array, each tensor as [dtype, shape]
+            3   1  kind of record           …   …  body: the tensors' little-endian bytes, each padded to 8
+            4   8  run
+           12   4  round
+           16   4  client
+           20   2  serial of the question within the round
+           22   2  zero
+
+No names and no types are on the wire: the kind is looked up in a closed table, and the reader says which kinds it
+expects. Nothing is allocated from a length that the frame claims; tensors are views of the received bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+import sys
+import typing
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import msgspec
+import torch
+from msgspec import Meta
+from torch import Tensor
+
+if sys.byteorder != "little":  # pragma: no cover
+    raise ImportError("fedveil writes tensors as they lie in memory and needs a little-endian machine")
+
+VERSION = 1
+DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint32,
+)
+_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
+_PREFIX = struct.Struct("<2sBB8sIIHH")
+PREFIX_BYTES = _PREFIX.size
+_LENGTH = struct.Struct("<I")
+_HEAD_LIMIT = 1 << 16  # a head holds scalars and shapes; what is longer is not ours
+SERVER = 0xFFFFFFFF  # the client field of a frame that belongs to no client
+
+
+class Refused(Exception):
+    """Bytes or values that must not be used. `reason` is one of a fixed set of short names, `detail` a sentence."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail = reason, detail
+
+
+# ---------------------------------------------------------------------------------------------------- records
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, eq=False):
+    """A closed, typed, immutable set of numbers. Subclasses state the schema beside each field."""
+
+    kind: ClassVar[int]
+
+
+class Answer(Record, frozen=True):
+    """What a client sends to the server."""
+
+
+class Question(Record, frozen=True):
+    """What the server sends to a client, with the kind of answer it expects."""
+
+    reply: ClassVar[type[Answer]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The schema of one tensor: dimension names (bound by `Method.schema`) or numbers, dtype and range.
+
+    A name may stand for several dimensions: "input" is (1, 28, 28) on MNIST.
+    """
+
+    dims: tuple[str | int, ...]
+    dtype: torch.dtype = torch.float32
+    low: float = -1e6  # a weight or an update beyond a million is a fault, and its square overflows a float
+    high: float = 1e6
+    simplex: bool = False  # the last dimension is a probability vector
+
+    def bind(self, sizes: Mapping[str, Size]) -> tuple[int, ...]:
+        """The numbers behind the names."""
+        shape: list[int] = []
+        for dim in self.dims:
+            size = sizes[dim] if isinstance(dim, str) else dim
+            shape.extend(size if isinstance(size, tuple) else (size,))
+        return tuple(shape)
+
+
+Size = int | tuple[int, ...]
+Weights = Annotated[Tensor, Shape(("weights",))]
+Count = Annotated[int, Meta(ge=1, le=10**9)]
+R = TypeVar("R", bound=Record)
+
+KINDS: dict[int, type[Record]] = {}
+
+
+def kind(number: int) -> Callable[[type[R]], type[R]]:
+    """Enter a record in the closed table. 1-127 are fedveil's own; a method of yours takes numbers from 128 to 255."""
+
+    def enter(record: type[R]) -> type[R]:
+        holder = KINDS.setdefault(number, record)
+        if holder.__qualname__ != record.__qualname__ or not 1 <= number <= 255:
+            raise ValueError(
+                f"kind {number} of {record.__name__} is taken by {holder.__name__}; choose another from 128 to 255"
+            )
+        KINDS[number] = record
+        record.kind = number
+        return record
+
+    return enter
+
+
+# ---------------------------------------------------------------------------------------------------- bytes
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """Which run, round, client and question of the round a frame belongs to."""
+
+    run: bytes = bytes(8)
+    round: int = 0
+    client: int = SERVER
+    serial: int = 0
+
+
+def pack(record: Record) -> bytes:
+    """The part of a frame that does not depend on who it is for: a broadcast is packed once."""
+    return b"".join(_parts(record))
+
+
+def frame(record: Record, envelope: Envelope) -> bytes:
+    """The whole frame, copied once."""
+    return b"".join([prefix(record.kind, envelope), *_parts(record)])
+
+
+def prefix(number: int, to: Envelope) -> bytes:
+    """The 24 bytes in front of the payload of a record of kind `number`."""
+    return _PREFIX.pack(b"FV", VERSION, number, to.run, to.round, to.client, to.serial, 0)
+
+
+def _parts(record: Record) -> list[Any]:
+    tensors: list[Tensor] = []
+
+    def hoist(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"a record cannot hold a {type(value).__name__}")
+        tensors.append(value)
+        return (_CODE[value.dtype], tuple(value.shape))
+
+    head = msgspec.msgpack.encode(record, enc_hook=hoist)
+    if len(head) > _HEAD_LIMIT and not isinstance(record, Folded):
+        raise ValueError(f"{type(record).__name__} has {len(head)} bytes of scalars; put long lists into a tensor")
+    parts: list[Any] = [_LENGTH.pack(len(head)), head, bytes(-(4 + len(head)) % 8)]
+    for tensor in tensors:
+        raw = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+        parts += [raw.data, bytes(-len(raw) % 8)]
+    return parts
+
+
+def envelope(data: bytes | memoryview) -> tuple[int, Envelope]:
+    """The kind and the envelope of a frame, without looking further."""
+    if len(data) < _PREFIX.size:
+        raise Refused("truncated", f"{len(data)} bytes are fewer than a frame's {_PREFIX.size}")
+    magic, version, number, run, round_, client, serial, zero = _PREFIX.unpack_from(data)
+    if magic != b"FV" or zero != 0:
+        raise Refused("not a frame", "the bytes do not begin like a fedveil frame")
+    if version != VERSION:
+        raise Refused("wrong version", f"the frame has version {version}, this program reads {VERSION}")
+    return number, Envelope(run, round_, client, serial)
+
+
+def unframe(data: bytes, expected: Mapping[int, type[Record]], limit: int) -> tuple[Record, Envelope]:
+    """Read a frame of one of the `expected` kinds, of at most `limit` bytes. Raises `Refused`, and nothing else."""
+    if len(data) > limit:
+        raise Refused("too large", f"{len(data)} bytes where at most {limit} were expected")
+    number, where = envelope(data)
+    if number not in expected:
+        names = ", ".join(t.__name__ for t in expected.values())
+        raise Refused("wrong kind", f"kind {number} where {names} was expected")
+    return unpack(memoryview(data)[_PREFIX.size :], expected[number]), where
+
+
+def unpack(payload: bytes | memoryview, record: type[R]) -> R:
+    """The record of a payload (a frame without its prefix). Tensors are views of the payload."""
+    view = memoryview(payload)
+    if len(view) < _LENGTH.size:
+        raise Refused("truncated", "the frame ends before its head")
+    (length,) = _LENGTH.unpack_from(view)
+    if length > len(view) - _LENGTH.size:
+        raise Refused("truncated", f"a head of {length} bytes in a frame with {len(view) - _LENGTH.size} left")
+    if length > _HEAD_LIMIT and not issubclass(record, Folded):
+        raise Refused("too large", f"a head of {length} bytes; at most {_HEAD_LIMIT} are read")
+    at = _LENGTH.size + length + -(_LENGTH.size + length) % 8
+
+    def settle(expected: type, value: Any) -> Any:
+        nonlocal at
+        dtype, shape = _described(value)
+        count = math.prod(shape)
+        size = count * dtype.itemsize
+        if size > len(view) - at:
+            raise Refused("truncated", f"a tensor of shape {shape} in a frame with {max(len(view) - at, 0)} bytes left")
+        piece = view[at : at + size]
+        padding = -size % 8
+        if any(view[at + size : at + size + padding]) or len(view) < at + size + padding:
+            raise Refused("malformed", "the padding behind a tensor is not zero bytes")
+        at += size + padding
+        return _view(piece, dtype, shape)
+
+    try:
+        result = msgspec.msgpack.decode(view[_LENGTH.size : _LENGTH.size + length], type=record, dec_hook=settle)
+    except msgspec.ValidationError as error:
+        refused = error.__cause__ if isinstance(error.__cause__, Refused) else None
+        raise refused or Refused("wrong field", f"{record.__name__}: {_plain(error)}") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, MemoryError) as error:
+        raise Refused("malformed", f"{record.__name__}: {_plain(error)}") from None
+    if any(view[_LENGTH.size + length : min(at, _LENGTH.size + length + -(_LENGTH.size + length) % 8)]):
+        raise Refused("malformed", "the padding behind the head is not zero bytes")
+    if at != len(view):
+        raise Refused("trailing bytes" if at < len(view) else "truncated", f"{len(view)} bytes where {at} belong")
+    return result
+
+
+def _plain(error: Exception) -> str:
+    return str(error).replace("\n", " ")[:200]
+
+
+def _described(value: Any) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Check a tensor's [dtype, shape] before anything is computed from it."""
+    match value:
+        case [int(code), [*shape]] if 0 <= code < len(DTYPES) and len(shape) <= 8:
+            if all(type(n) is int and 0 < n < 2**40 for n in shape) and type(code) is int:
+                return DTYPES[code], tuple(shape)
+            raise Refused("wrong shape", f"{shape} is not a shape")
+        case [int(code), [*_]]:
+            raise Refused("wrong dtype", f"there is no dtype {code}")
+    raise Refused("wrong dtype", "a tensor is a dtype code and a shape")
+
+
+def _view(piece: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    with warnings.catch_warnings():  # the bytes are read-only and so, by convention, is every record
+        warnings.simplefilter("ignore")
+        return torch.frombuffer(piece, dtype=dtype).view(shape)
+
+
+class Folded(Record, frozen=True):
+    """A record whose head may be long because it holds other frames (a checkpoint)."""
+
+
+# ---------------------------------------------------------------------------------------------------- schemas
+
+
+@functools.cache
+def fields(record: type[Record]) -> dict[str, Shape]:
+    """The tensors of a record by name, in order, with their schemas."""
+    hints = typing.get_type_hints(record, include_extras=True)
+    found: dict[str, Shape] = {}
+    for name in record.__struct_fields__:
+        options = typing.get_args(hints[name])
+        candidates = [hints[name], *(a for a in options if typing.get_origin(a) is Annotated)]
+        for candidate in candidates:
+            if typing.get_origin(candidate) is Annotated:
+                shapes = [m for m in candidate.__metadata__ if isinstance(m, Shape)]
+                if shapes:
+                    found[name] = shapes[0]
+    return found
+
+
+def check(record: Record, sizes: Mapping[str, Size]) -> None:
+    """Hold a record against its schema: dtypes, exact shapes, finite, in range. Raises `Refused`."""
+    schemas = fields(type(record))
+    for name in record.__struct_fields__:
+        value = getattr(record, name)
+        if isinstance(value, Tensor):
+            _check_tensor(name, value, schemas[name], sizes)
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise Refused("not finite", f"{name} is {value}")
+        elif isinstance(value, list):
+            for item in value:
+                if isinstance(item, Record):
+                    check(item, sizes)
+    records = getattr(record, "records", None)
+    largest = sizes.get("records")
+    if isinstance(records, int) and isinstance(largest, int) and records > largest:
+        raise Refused("out of range", f"records is {records}, the largest client has {largest}")
+
+
+def _check_tensor(name: str, tensor: Tensor, schema: Shape, sizes: Mapping[str, Size]) -> None:
+    if tensor.dtype != schema.dtype:
+        raise Refused("wrong dtype", f"{name} is {tensor.dtype}, expected {schema.dtype}")
+    if tuple(tensor.shape) != schema.bind(sizes):
+        raise Refused("wrong shape", f"{name} is {tuple(tensor.shape)}, expected {schema.bind(sizes)}")
+    low, high = (float(v) for v in torch.aminmax(tensor))  # one pass; NaN comes through
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise Refused("not finite", f"{name} holds a value that is not a finite number")
+    if low < schema.low or high > schema.high:
+        raise Refused(
+            "out of range", f"{name} reaches from {low:g} to {high:g}, allowed is {schema.low:g} to {schema.high:g}"
+        )
+    if schema.simplex and (low < 0 or float((tensor.sum(-1) - 1).abs().max()) > 1e-4):
+        raise Refused("out of range", f"{name} has rows that are not probabilities")
+
+
+def size_limit(record: type[Record], sizes: Mapping[str, Size]) -> int:
+    """The most bytes a frame of this kind can have."""
+    total = _PREFIX.size + 1024
+    for schema in fields(record).values():
+        total += math.prod(schema.bind(sizes)) * schema.dtype.itemsize + 8
+    return total
+
+
+def stack(records: Sequence[Record], name: str) -> Tensor:
+    """One tensor field (or number) of several records, stacked: [C, …]."""
+    values = [getattr(record, name) for record in records]
+    if isinstance(values[0], Tensor):
+        return torch.stack(values)
+    return torch.tensor(values)

@@ -1,0 +1,104 @@
+"""Models by name: the networks of the papers, each a plain `nn.Module` that can be stacked over clients."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from fedveil.seeds import Seed
+
+from .convnets import VGG13, BaffleLeNet, ConvNet, DigitsCNN, FedAgeCNN, LeNet5, McMahanCNN
+from .resnet import WRN10_2
+from .text import CharLSTM
+
+__all__ = [
+    "MODELS",
+    "VGG13",
+    "WRN10_2",
+    "BaffleLeNet",
+    "CharLSTM",
+    "ConvNet",
+    "DigitsCNN",
+    "FedAgeCNN",
+    "LeNet5",
+    "McMahanCNN",
+    "build",
+    "initialise",
+    "names",
+]
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "digits-cnn": DigitsCNN,
+    "lenet5": LeNet5,
+    "mcmahan-cnn": McMahanCNN,
+    "convnet": ConvNet,
+    "vgg13": VGG13,
+    "baffle-lenet": BaffleLeNet,
+    "wrn-10-2": WRN10_2,
+    "fedage-mnist": McMahanCNN,
+    "fedage-cifar": FedAgeCNN,
+    "char-lstm": CharLSTM,
+}
+
+
+def names() -> list[str]:
+    """The names `build` knows."""
+    return list(MODELS)
+
+
+def build(name: str, input: tuple[int, ...], classes: int, **options: object) -> nn.Module:
+    """The model called `name` for examples of shape `input`: (C, H, W) for images, (T,) for text.
+
+    For text `classes` is the size of the vocabulary. `options` are those of the model's class, by name. The
+    weights are those of a fixed seed and no global generator advances: `initialise` draws a run's own.
+    """
+    if name not in MODELS:
+        raise ValueError(f"unknown model {name!r}{_hint(name, names())}")
+    if classes < 2:
+        raise ValueError(f"model {name!r} needs 2 classes or more, not {classes}")
+    _, _, *known = inspect.signature(MODELS[name]).parameters.values()
+    defaults = {option.name: option.default for option in known}
+    for option, value in options.items():
+        if option not in defaults:
+            raise ValueError(f"model {name!r} has no option {option!r}{_hint(option, list(defaults))}")
+        if type(value) is not type(defaults[option]):
+            kind = type(defaults[option]).__name__
+            raise ValueError(f"option {option!r} of model {name!r} must be of type {kind}, not {value!r}")
+    with _drawing_from(Seed.root(0)):
+        return MODELS[name](input, classes, **options)
+
+
+def initialise(model: nn.Module, seed: Seed) -> None:
+    """Redraw the weights of `model`, in place, from `seed` alone.
+
+    Every submodule's own `reset_parameters` is called, in the order of `modules()`, while the global
+    generator stands at `seed`; afterwards it stands where it stood. Weights of modules without that function
+    stay as they are.
+    """
+    if any(weight.device.type != "cpu" for weight in model.parameters()):
+        raise ValueError("initialise a model on the CPU and move it afterwards: other devices draw other numbers")
+    with _drawing_from(seed):
+        for module in model.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+
+
+@contextmanager
+def _drawing_from(seed: Seed) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        # Not torch.manual_seed, which would seed the accelerators' generators too and leave them so.
+        torch.set_rng_state(seed.torch().get_state())
+        yield
+
+
+def _hint(word: str, known: list[str]) -> str:
+    """How an error about `word` ends: the nearest of the `known` spellings, and all of them."""
+    nearest = difflib.get_close_matches(word, known, n=1)
+    question = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    return f"{question} (known: {', '.join(known)})" if known else ", nor any other"

@@ -1,0 +1,246 @@
+"""Recipes: everything that decides a run, as a TOML file or a built-in name such as `digits/fedavg`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from fedveil import data, models
+from fedveil.data import Data
+from fedveil.federation import METHODS, Method, Sampling
+from fedveil.seeds import Seed
+from fedveil.task import LOSSES, Task
+from fedveil.updates.raw import FedAvg
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """Data set, model and loss, by name; the options are those of the data set's and the model's own functions."""
+
+    data: str = "digits"
+    model: str = "digits-cnn"
+    loss: str = "cross-entropy"
+    data_options: dict[str, Any] = field(default_factory=dict)
+    model_options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise ValueError(f"task.loss is '{self.loss}'; use {' or '.join(LOSSES)}")
+
+
+@dataclass(frozen=True)
+class SplitSpec:
+    """How records are split over clients; the options are those of the kind."""
+
+    kind: str = "iid"  # iid, dirichlet, classes, shards or natural
+    clients: int | None = 10  # natural splits have as many as there are groups
+    alpha: float | None = None
+    classes: int | None = None
+    shards: int | None = None
+    least: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        chosen = {name: getattr(self, name) for name in ("alpha", "classes", "shards", "least")}
+        return {name: value for name, value in chosen.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A run, before it begins."""
+
+    rounds: int = 20
+    seed: int = 0
+    evaluate_every: int = 1
+    target: float | None = None  # stop at this test accuracy
+    task: TaskSpec = field(default_factory=TaskSpec)
+    split: SplitSpec = field(default_factory=SplitSpec)
+    cohort: Sampling = field(default_factory=Sampling)
+    method: Method = field(default_factory=FedAvg)
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or self.evaluate_every < 1:
+            raise ValueError("rounds and evaluate_every are at least 1")
+
+    def build(self, directory: str | Path | None = None, fetch: bool = False, device: str = "cpu") -> Task:
+        """Load the data, split it and make the model; all randomness is from the recipe's seed."""
+        loaded = data.load(self.task.data, directory, fetch, **self.task.data_options)
+        return self.on(loaded, device)
+
+    def on(self, loaded: Data, device: str = "cpu") -> Task:
+        """The same with data that is loaded already."""
+        root = Seed.root(self.seed)
+        model = models.build(self.task.model, loaded.input, loaded.classes, **self.task.model_options)
+        models.initialise(model, root.child("weights"))
+        clients = None if self.split.kind == "natural" else self.split.clients
+        parts = data.split(self.split.kind, loaded, clients, root, **self.split.options)
+        return Task(model, loaded, parts, loss=self.task.loss, device=pick_device(device))
+
+    def toml(self) -> str:
+        """The recipe as TOML, every value spelled out; reading it gives the same recipe."""
+        return _toml(_table(self))
+
+
+def pick_device(name: str) -> str:
+    """`auto` is a GPU where there is one."""
+    if name not in ("auto", "cpu", "cuda") and not name.startswith("cuda:"):
+        raise ValueError(f"device '{name}' is not known; use auto, cpu or cuda")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' was asked for but PyTorch finds no GPU; use --device cpu")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+# ---------------------------------------------------------------------------------------------------- reading
+
+
+def names() -> list[str]:
+    """The built-in recipes."""
+    root = resources.files("fedveil") / "recipes"
+    found = (
+        f"{d.name}/{f.name[:-5]}" for d in root.iterdir() if d.is_dir() for f in d.iterdir() if f.name.endswith(".toml")
+    )
+    return sorted(found)
+
+
+def read(source: str, changes: Iterable[str] = ()) -> Recipe:
+    """A recipe from a built-in name or a TOML file, with `key=value` changes on top."""
+    table = _load(source)
+    for change in changes:
+        key, found, value = change.partition("=")
+        if not found or not key:
+            raise ValueError(f"--set takes key=value, not '{change}'")
+        _put(table, key.strip().split("."), _value(value.strip()))
+    return parse(table)
+
+
+def parse(table: Mapping[str, Any]) -> Recipe:
+    """A recipe from nested tables. A wrong key or value is one sentence that names it."""
+    recipe: Recipe = _build(Recipe, table, "")
+    return recipe
+
+
+def _load(source: str, depth: int = 0) -> dict[str, Any]:
+    """The tables of a recipe, laid over those of the recipe it is `like`."""
+    if source.endswith(".toml"):
+        path = Path(source)
+        if not path.is_file():
+            raise ValueError(f"there is no recipe file {source}")
+        text, family = path.read_text(), ""
+    elif source in names():
+        text, family = (resources.files("fedveil") / "recipes" / f"{source}.toml").read_text(), source.split("/")[0]
+    else:
+        raise ValueError(f"there is no recipe '{source}'{nearest(source, names()) or '; see fedveil list recipes'}")
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"recipe {source} is not valid TOML: {error}") from None
+    base = table.pop("like", None)
+    if base is None:
+        return table
+    if not isinstance(base, str) or depth > 8:
+        raise ValueError(f"recipe {source}: 'like' names one other recipe, and never in a circle")
+    if not base.endswith(".toml") and "/" not in base and family:
+        base = f"{family}/{base}"
+    return _over(_load(base, depth + 1), table)
+
+
+def _over(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in top.items():
+        old = merged.get(key)
+        merged[key] = _over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _put(table: dict[str, Any], path: list[str], value: Any) -> None:
+    for i, part in enumerate(path[:-1]):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ValueError(f"'{'.'.join(path[: i + 1])}' is a value, so it has no '{path[i + 1]}'")
+    table[path[-1]] = value
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _build(kind: type[Any], table: Any, path: str) -> Any:
+    """An instance of a dataclass from a table, field by field."""
+    if not isinstance(table, Mapping):
+        raise ValueError(f"'{path}' holds several keys ({', '.join(_keys(kind))}); write '{path}.KEY'")
+    table = dict(table)
+    if kind is Method:
+        name = table.pop("name", FedAvg.name)
+        if name not in METHODS:
+            raise ValueError(f"there is no method '{name}'{nearest(str(name), METHODS)}")
+        kind = METHODS[name]
+    known, hints = _keys(kind), typing.get_type_hints(kind)
+    given: dict[str, Any] = {}
+    for key, value in table.items():
+        where = f"{path}.{key}" if path else key
+        if key not in known:
+            raise ValueError(f"unknown key '{where}'{nearest(key, known, path)}")
+        hint = hints[key]
+        if isinstance(hint, type) and (dataclasses.is_dataclass(hint) or hint is Method):
+            given[key] = _build(hint, value, where)
+            continue
+        try:
+            given[key] = msgspec.convert(value, hint)
+        except msgspec.ValidationError:
+            raise ValueError(f"'{where}' is {value!r}; it must be {_called(hint)}") from None
+    return kind(**given)
+
+
+def _keys(kind: type[Any]) -> list[str]:
+    return [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else ["name"]
+
+
+def _called(hint: Any) -> str:
+    """A type in a user's words."""
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "a table"}
+    if isinstance(hint, types.UnionType):
+        return " or ".join(_called(t) for t in typing.get_args(hint) if t is not type(None))
+    return words.get(typing.get_origin(hint) or hint, str(hint))
+
+
+def nearest(word: str, known: Iterable[str], path: str = "") -> str:
+    """How an error about an unknown word ends: with the nearest right spelling, or all of them if they are few."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean '{path + '.' if path else ''}{close[0]}'?"
+    return f"; known are {', '.join(known)}" if len(known) <= 12 else ""
+
+
+# ---------------------------------------------------------------------------------------------------- writing
+
+
+def _table(thing: Any) -> dict[str, Any]:
+    table: dict[str, Any] = {"name": thing.name} if isinstance(thing, Method) else {}
+    for f in dataclasses.fields(thing):
+        value = getattr(thing, f.name)
+        table[f.name] = _table(value) if dataclasses.is_dataclass(value) else value
+    return table
+
+
+def _toml(table: Mapping[str, Any], path: str = "") -> str:
+    lines = [f"[{path}]"] if path else []
+    lines += [f"{k} = {json.dumps(v)}" for k, v in table.items() if v is not None and not isinstance(v, dict)]
+    parts = ["\n".join(lines)] if len(lines) > bool(path) else []
+    parts += [_toml(v, f"{path}.{k}" if path else k) for k, v in table.items() if isinstance(v, dict) and v]
+    return "\n\n".join(p.rstrip("\n") for p in parts) + "\n"

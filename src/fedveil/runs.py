@@ -1,0 +1,187 @@
+"""A run is a folder: recipe, environment, ledger.jsonl and the last two checkpoints. It survives a kill at any moment.
+
+A checkpoint is written beside its final name, fsynced and renamed; a digest at its end tells a damaged one, and then
+the one before it is used. A lock on the folder keeps a second process out.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from fedveil import message
+from fedveil.ledger import Ledger
+from fedveil.message import Envelope, Folded, Record, Refused
+
+KEPT = 2
+_DIGEST = 16
+
+
+class Remembered(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One entry of one client's memory, as a frame of its own."""
+
+    client: int
+    round: int
+    serial: int
+    frame: bytes
+
+
+@message.kind(1)
+class Checkpoint(Folded, frozen=True):
+    """Everything a run needs to go on: the server's state and the clients' memories."""
+
+    run: bytes
+    round: int
+    state: bytes
+    memory: list[Remembered]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint, decoded."""
+
+    run: bytes
+    round: int
+    state: Any
+    memory: dict[int, list[tuple[int, int, Record]]]
+
+
+class RunFolder:
+    """The folder of one run, locked to this process while open."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._ledger: IO[bytes] | None = None
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise ValueError(f"{self.path} is a file; give a folder for the run") from None
+        self._lock = open(self.path / "lock", "w")  # noqa: SIM115 - held as long as the folder is
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise ValueError(
+                f"{self.path} is being written by another process; wait for it or choose another folder"
+            ) from None
+
+    def close(self) -> None:
+        for file in (self._ledger, self._lock):
+            if file:
+                file.close()
+
+    def describe(self, recipe: str, environment: dict[str, Any]) -> None:
+        """Write what was asked for and where it runs; both are for people and for `resume`."""
+        _write(self.path / "recipe.toml", recipe.encode())
+        _write(self.path / "environment.json", msgspec.json.format(msgspec.json.encode(environment), indent=2) + b"\n")
+
+    def ledger(self, rounds: int) -> Ledger:
+        """The ledger, cut back to its first `rounds` rows, open for more."""
+        path = self.path / "ledger.jsonl"
+        rows = Ledger.read(path).rows[:rounds] if path.exists() else []
+        if len(rows) < rounds:
+            raise ValueError(
+                f"{path} has {len(rows)} rows but the checkpoint is of round {rounds}; the ledger was damaged"
+            )
+        _write(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+        file = open(path, "ab")  # noqa: SIM115 - closed by close()
+        self._ledger = file
+        return Ledger(rows, file)
+
+    def save(self, run: bytes, round_: int, state: Record, memory: dict[int, list[tuple[int, int, Record]]]) -> None:
+        """Write the checkpoint of a round; the ledger's row of that round reaches the disk before it."""
+        if self._ledger:
+            os.fsync(self._ledger.fileno())
+        entries = [
+            Remembered(client, r, s, message.frame(record, Envelope(run, r, client, s)))
+            for client, kept in memory.items()
+            for r, s, record in kept
+        ]
+        data = message.frame(
+            Checkpoint(run, round_, message.frame(state, Envelope(run, round_)), entries), Envelope(run, round_)
+        )
+        try:
+            _write(self._checkpoint(round_), data + hashlib.blake2b(data, digest_size=_DIGEST).digest())
+        except OSError as error:
+            raise OSError(
+                error.errno, f"could not write a checkpoint to {self.path}: {error.strerror}; the one before is kept"
+            ) from error
+        for old in self.checkpoints()[KEPT:]:
+            old.unlink()
+
+    def checkpoints(self) -> list[Path]:
+        """Checkpoint files, newest first."""
+        return sorted(self.path.glob("checkpoint-*.fv"), reverse=True)
+
+    def load(self) -> Saved | None:
+        """The newest checkpoint that is whole; None where there is none at all."""
+        problems = []
+        for path in self.checkpoints():
+            try:
+                return read_checkpoint(path.read_bytes())
+            except Refused as error:
+                problems.append(f"{path.name} ({error})")
+        if problems:
+            raise ValueError(f"no checkpoint in {self.path} can be read: {', '.join(problems)}")
+        return None
+
+    def _checkpoint(self, round_: int) -> Path:
+        return self.path / f"checkpoint-{round_:08d}.fv"
+
+
+def read_checkpoint(data: bytes) -> Saved:
+    """The contents of a checkpoint file. Raises `Refused` if it is damaged."""
+    body, digest = data[:-_DIGEST], data[-_DIGEST:]
+    if hashlib.blake2b(body, digest_size=_DIGEST).digest() != digest:
+        raise Refused("damaged", "the digest at its end does not match")
+    checkpoint, _ = message.unframe(body, {Checkpoint.kind: Checkpoint}, len(body))
+    assert isinstance(checkpoint, Checkpoint)
+    memory: dict[int, list[tuple[int, int, Record]]] = {}
+    for entry in checkpoint.memory:
+        memory.setdefault(entry.client, []).append((entry.round, entry.serial, _unfold(entry.frame)))
+    return Saved(checkpoint.run, checkpoint.round, _unfold(checkpoint.state), memory)
+
+
+def _unfold(frame: bytes) -> Record:
+    return message.unframe(frame, message.KINDS, len(frame))[0]
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Replace a file in one step: whoever looks finds the old one or the new one, whole."""
+    beside = path.with_name(path.name + ".new")
+    with open(beside, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def environment(**more: Any) -> dict[str, Any]:
+    """What a result depends on besides its recipe."""
+    import numpy
+    import torch
+
+    import fedveil
+
+    return {
+        "fedveil": fedveil.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        **more,
+    }

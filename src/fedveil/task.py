@@ -1,0 +1,271 @@
+"""A task: a model, a loss, the data and how it is split over clients.
+
+Any `nn.Module` becomes a pure function `f(w, x)` of one flat float32 vector `w` of d numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from fedveil.data import Data, Split
+from fedveil.message import Size
+
+EVALUATION_BATCH = 1000
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One parameter tensor's place in the flat vector: `w[start:stop].view(shape)`."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names each layer's slice of the flat vector."""
+
+    layers: tuple[Layer, ...]
+
+    @staticmethod
+    def of(model: nn.Module) -> Layout:
+        layers, start = [], 0
+        for name, parameter in model.named_parameters():
+            layers.append(Layer(name, tuple(parameter.shape), start, start + parameter.numel()))
+            start += parameter.numel()
+        return Layout(tuple(layers))
+
+    @property
+    def size(self) -> int:
+        """d, the length of the flat vector."""
+        return self.layers[-1].stop if self.layers else 0
+
+    def split(self, w: Tensor) -> dict[str, Tensor]:
+        """[…, d] -> a view […, *shape] of each layer, by name."""
+        pieces = w.split([layer.stop - layer.start for layer in self.layers], dim=-1)
+        return {layer.name: p.unflatten(-1, layer.shape) for layer, p in zip(self.layers, pieces, strict=True)}
+
+    def join(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The inverse of `split` for one set of weights: named tensors -> [d]."""
+        return torch.cat([parts[layer.name].reshape(-1) for layer in self.layers])
+
+
+# ---------------------------------------------------------------------------------------------------- losses
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    """Loss of each record, [B]: logits [B, K] against labels [B] or probabilities [B, K]."""
+    if y.is_floating_point():
+        return -(y * F.log_softmax(logits, -1)).sum(-1)
+    return F.cross_entropy(logits, y, reduction="none")
+
+
+def next_character(logits: Tensor, y: Tensor) -> Tensor:
+    """Loss of each record, [B]: the mean over its positions. Logits [B, T, K] against characters [B, T]."""
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(y.shape).mean(-1)
+
+
+LOSSES: dict[str, Loss] = {"cross-entropy": cross_entropy, "next-character": next_character}
+
+
+# ---------------------------------------------------------------------------------------------------- the task
+
+
+class Task:
+    """What is learned, and from whose data.
+
+    model: any module that is a pure function of its parameters and its input; its present weights are the initial ones
+    data:  a `fedveil.data.Data` (see `fedveil.data.load`, `from_tensors`, `from_dataset`, `from_folder`)
+    split: a `fedveil.data.Split`: which records each client holds
+    loss:  a name from `LOSSES`, or a function (logits, y) -> loss of each record [B]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Data,
+        split: Split,
+        *,
+        loss: str | Loss = "cross-entropy",
+        device: str | torch.device = "cpu",
+    ) -> None:
+        self.device = torch.device(device)
+        self.data, self.clients = data, split
+        self.loss = LOSSES[loss] if isinstance(loss, str) else loss
+        self.x, self.y = data.x.to(self.device), data.y.to(self.device)
+        self.test_x, self.test_y = data.test_x.to(self.device), data.test_y.to(self.device)
+        self._models = _PerThread(copy.deepcopy(model).to(self.device).train())
+        self.layout = Layout.of(model)
+        self.initial = self.layout.join(dict(model.named_parameters())).detach().to(self.device, torch.float32).clone()
+        _refuse_impure(model, data.x[:2])
+        self.stackable = self._try_vmap()
+
+    def f(self, w: Tensor, x: Tensor) -> Tensor:
+        """The model as a pure function: weights [d], inputs [B, *input] -> logits [B, K] (or [B, T, K])."""
+        return functional_call(self._models.get(), self.layout.split(w), (x,))  # type: ignore[no-any-return]
+
+    def losses(self, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """The loss of each record, [B]."""
+        return self.loss(self.f(w, x), y)
+
+    def stacked_losses(self, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """The same for C clients, each with weights of its own: [C, d], [C, B, …], [C, B] -> [C, B]."""
+        if len(w) == 1:
+            return self.losses(w[0], x[0], y[0])[None]
+        return vmap(self.losses)(w, x, y)
+
+    def gradient(self, w: Tensor, x: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Each client's gradient of its mean loss, [C, d], and that loss, [C].
+
+        `mask` [C, B] is 1 for a record and 0 for padding, so a client with fewer records has the right mean; a client
+        with none has gradient 0.
+        """
+        w = w.detach().requires_grad_()
+        mean = (self.stacked_losses(w, x, y) * mask).sum(1) / mask.sum(1).clamp(min=1)
+        (gradient,) = torch.autograd.grad(mean.sum(), w)
+        return gradient, mean.detach()
+
+    @torch.no_grad()
+    def evaluate(self, w: Tensor) -> dict[str, float]:
+        """Accuracy, top-5 accuracy (where there are more than five classes) and mean loss on the test set."""
+        hits = top5 = guesses = 0
+        loss = 0.0
+        for x, y in zip(self.test_x.split(EVALUATION_BATCH), self.test_y.split(EVALUATION_BATCH), strict=True):
+            logits = self.f(w, x)
+            loss += float(self.loss(logits, y).sum(dtype=torch.float64))
+            flat, labels = logits.flatten(0, -2), y.flatten()
+            hits += int((flat.argmax(-1) == labels).sum())
+            if self.data.classes > 5:
+                top5 += int((flat.topk(5, -1).indices == labels[:, None]).any(-1).sum())
+            guesses += len(labels)
+        metrics = {"accuracy": hits / guesses, "loss": loss / len(self.test_x)}
+        if self.data.classes > 5:
+            metrics["top5"] = top5 / guesses
+        return metrics
+
+    def rows(self, clients: Sequence[int]) -> Rows:
+        """The records of some clients, as indices into `x` and `y`."""
+        return Rows([self.clients[k] for k in clients])
+
+    @cached_property
+    def largest(self) -> int:
+        """The most records any client has: the public maximum by which client weights are bounded."""
+        return int(self.clients.sizes.max())
+
+    @cached_property
+    def sizes(self) -> dict[str, Size]:
+        """What the dimension names of a message stand for in this task."""
+        return {
+            "weights": self.layout.size,
+            "layers": len(self.layout.layers),
+            "input": self.data.input,
+            "classes": self.data.classes,
+            "records": self.largest,
+        }
+
+    def _try_vmap(self) -> bool:
+        x, y = self.x[:2][None].expand(2, *[-1] * (self.x.dim())), self.y[:2][None].expand(2, *[-1] * self.y.dim())
+        try:
+            self.gradient(self.initial.expand(2, -1), x, y, torch.ones(2, x.shape[1], device=self.device))
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            warnings.warn(f"this model cannot be stacked and trains one client at a time: {reason}", stacklevel=3)
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which records C clients hold: index arrays of different lengths."""
+
+    indices: list[np.ndarray]
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """n_k, [C]."""
+        return np.array([len(i) for i in self.indices])
+
+    def padded(self) -> tuple[np.ndarray, np.ndarray]:
+        """Indices [C, n] and mask [C, n], short clients padded with their first record under mask 0."""
+        width = int(self.counts.max())
+        index = np.zeros((len(self.indices), width), np.int64)
+        for row, own in zip(index, self.indices, strict=True):
+            row[: len(own)], row[len(own) :] = own, own[0]
+        return index, (np.arange(width) < self.counts[:, None]).astype(np.float32)
+
+
+class _PerThread:
+    """`functional_call` swaps a module's parameters while it runs, so each thread needs a module of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._local = model, threading.local()
+
+    def get(self) -> nn.Module:
+        if not hasattr(self._local, "model"):
+            self._local.model = copy.deepcopy(self._model)
+        model: nn.Module = self._local.model
+        return model
+
+
+def _refuse_impure(model: nn.Module, x: Tensor) -> None:
+    """Refuse a model whose output depends on anything but its weights and its input, and say what to use instead."""
+    if not any(True for _ in model.parameters()):
+        raise ValueError("the model has no parameters; there is nothing to train")
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != torch.float32:
+            raise ValueError(
+                f"parameter '{name}' is {parameter.dtype}; fedveil trains float32 weights: call model.float()"
+            )
+        if not parameter.requires_grad:
+            raise ValueError(
+                f"parameter '{name}' is frozen; register it as a buffer so that it is not part of the weights"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            raise ValueError(
+                f"layer '{name}' ({type(module).__name__}) keeps running statistics, which are not weights; "
+                "use nn.GroupNorm, or track_running_stats=False"
+            )
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise ValueError(
+                f"layer '{name}' (Dropout) draws random numbers, so the model is no function of its weights; remove it"
+            )
+    probe = copy.deepcopy(model).cpu().train()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        before = {name: b.clone() for name, b in probe.named_buffers()}
+        first, second = _call(probe, x), _call(probe, x)
+    for name, buffer in probe.named_buffers():
+        if not torch.equal(before[name], buffer):
+            raise ValueError(
+                f"buffer '{name}' changes when the model runs; keep it constant or make it a layer's output"
+            )
+    if not torch.equal(first, second):
+        raise ValueError(
+            "the model gives two outputs for one input; remove what draws random numbers or keeps state between calls"
+        )
+
+
+def _call(model: nn.Module, x: Tensor) -> Tensor:
+    try:
+        out: Any = model(x)
+    except Exception as error:
+        raise ValueError(f"the model does not take inputs of shape {tuple(x.shape[1:])}: {error}") from error
+    if not isinstance(out, Tensor):
+        raise ValueError(f"the model returns a {type(out).__name__}; it must return one tensor of logits")
+    return out

@@ -1,0 +1,1 @@
+"""Methods whose clients send their weight update, raw or in another form."""
