@@ -7,12 +7,14 @@ bytes, carried by an engine that knows neither.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -303,7 +305,8 @@ class Cohort:
             try:
                 sizes = shared.method.schema(self.task, question, reply.client)
                 answers[reply.client] = read_answer(reply.frame, type(question).reply, sizes, expected)
-                missing.pop(reply.client, None)
+                if reply.client in missing:
+                    shared.row.events.append(f"client {reply.client}: {missing.pop(reply.client)}, then it answered")
             except Refused as error:
                 missing[reply.client] = f"refused: {error}"
         return answers
@@ -398,8 +401,11 @@ class Clients:
         """Answer letters that share one payload, as one stack. An exception concerns the stack, not one client."""
         first = letters[0]
         table = {q.kind: q for q in self.method.answer}
-        if first.envelope.run != self.run:
-            raise Refused("wrong run", "the question is of another run")
+        for letter in letters:
+            if letter.envelope.run != self.run:
+                raise Refused("wrong run", "the question is of another run")
+            if letter.client >= len(self.task.clients):
+                raise Refused("unknown client", f"there is no client {letter.client} here")
         if first.kind not in table:
             raise Refused("wrong kind", f"{self.method.name} has no question of kind {first.kind}")
         question = message.unpack(first.payload, table[first.kind])
@@ -425,6 +431,12 @@ class Clients:
         for client, record in zip(ids, crowd.kept or (), strict=crowd.kept is not None):
             self.memory.keep(client, round_, serial, record)
         return replies
+
+    @staticmethod
+    def problem(error: Exception) -> str:
+        """What the ledger says of a client whose answer raised `error`."""
+        sentence = " ".join(str(error).split())[:300]
+        return f"refused: {sentence}" if isinstance(error, Refused) else f"failed: {type(error).__name__}: {sentence}"
 
     def _open_round(self, round_: int) -> None:
         if round_ < self._notes_round:
@@ -502,38 +514,46 @@ def run(
     plan = cohort if isinstance(cohort, Sampling) else Sampling(size=cohort)
     engine = Local() if engine is None else engine
     home = RunFolder(folder) if isinstance(folder, (str, Path)) else folder
-    saved = home.load() if home else None
-    secret = None if insecure_test_noise is None else Seed.root(insecure_test_noise).child("insecure test noise")
-    options: dict[str, Any] = {"run": saved.run} if saved else {}
-    federation = Federation(task, method, engine, plan, Seed.root(seed), evaluate_every, secret=secret, **options)
-    try:
-        if saved:
-            state, done = saved.state, saved.round
-            state = _onto(state, task.device)
+    with contextlib.ExitStack() as at_the_end:
+        if home:
+            at_the_end.callback(home.close)
+        saved = home.load() if home else None
+        secret = None if insecure_test_noise is None else Seed.root(insecure_test_noise).child("insecure test noise")
+        options: dict[str, Any] = {"run": saved.run} if saved else {}
+        federation = Federation(task, method, engine, plan, Seed.root(seed), evaluate_every, secret=secret, **options)
+        at_the_end.callback(engine.close)
+        state, done = method.begin(task), 0
+        if home and saved:
+            if type(saved.state) is not type(state) or saved.state.weights.shape != state.weights.shape:
+                raise ValueError(f"{home.path} holds a run of another method or model; choose another folder")
+            state, done = _onto(saved.state, task.device), saved.round
             federation.clients.memory.entries = saved.memory
-            ledger = home.ledger(saved.round) if home else Ledger()
-        else:
-            state, done = method.begin(task), 0
-            ledger = home.ledger(0) if home else Ledger()
-        failed = 0
+        ledger = home.ledger(done) if home else Ledger()
+        failed = sum(1 for _ in takewhile(_unanswered, reversed(ledger.rows))) % patience
+        finished = any(_reached(row, target) for row in ledger.rows[-1:])
         for number in range(done + 1, rounds + 1):
+            if finished:
+                break
             state, row = federation.step(state, number, last=number == rounds)
             ledger.append(row)
             if home:
                 home.save(federation.run, number, state, federation.clients.memory.entries)
             if observer:
                 observer(row)
-            failed = failed + 1 if row.cohort and len(row.missing) == len(row.cohort) else 0
+            failed = failed + 1 if _unanswered(row) else 0
             if failed >= patience:
                 reasons = ", ".join(sorted(set(row.missing.values())))
                 raise RuntimeError(f"no client answered for {failed} rounds; the last reasons were: {reasons}")
-            if (target is not None and row.metrics.get("accuracy", 0) >= target) or stop():
-                break
+            finished = _reached(row, target) or stop()
         return Result(method.name, state.weights.cpu(), ledger, task)
-    finally:
-        engine.close()
-        if home:
-            home.close()
+
+
+def _unanswered(row: Row) -> bool:
+    return bool(row.cohort) and len(row.missing) == len(row.cohort)
+
+
+def _reached(row: Row, target: float | None) -> bool:
+    return target is not None and row.metrics.get("accuracy", 0) >= target
 
 
 def _onto(record: State, device: torch.device) -> State:

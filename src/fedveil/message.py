@@ -53,6 +53,8 @@ _PREFIX = struct.Struct("<2sBB8sIIHH")
 PREFIX_BYTES = _PREFIX.size
 _LENGTH = struct.Struct("<I")
 _HEAD_LIMIT = 1 << 16  # a head holds scalars and shapes; what is longer is not ours
+_DIMS_LIMIT = 8
+_DETAIL_LIMIT = 300  # a refusal quotes what was found, and a ledger must not swell with it
 SERVER = 0xFFFFFFFF  # the client field of a frame that belongs to no client
 
 
@@ -60,8 +62,8 @@ class Refused(Exception):
     """Bytes or values that must not be used. `reason` is one of a fixed set of short names, `detail` a sentence."""
 
     def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason, self.detail = reason, detail
+        self.reason, self.detail = reason, detail[:_DETAIL_LIMIT]
+        super().__init__(f"{reason}: {self.detail}")
 
 
 # ---------------------------------------------------------------------------------------------------- records
@@ -117,8 +119,10 @@ def kind(number: int) -> Callable[[type[R]], type[R]]:
     """Enter a record in the closed table. 1-127 are fedveil's own; a method of yours takes numbers from 128 to 255."""
 
     def enter(record: type[R]) -> type[R]:
-        holder = KINDS.setdefault(number, record)
-        if holder.__qualname__ != record.__qualname__ or not 1 <= number <= 255:
+        if not 1 <= number <= 255:
+            raise ValueError(f"kind {number} of {record.__name__} does not fit a byte; choose one from 128 to 255")
+        holder = KINDS.get(number, record)
+        if (holder.__module__, holder.__qualname__) != (record.__module__, record.__qualname__):
             raise ValueError(
                 f"kind {number} of {record.__name__} is taken by {holder.__name__}; choose another from 128 to 255"
             )
@@ -163,6 +167,8 @@ def _parts(record: Record) -> list[Any]:
     def hoist(value: Any) -> Any:
         if not isinstance(value, Tensor):
             raise TypeError(f"a record cannot hold a {type(value).__name__}")
+        if value.dtype not in _CODE or value.numel() == 0 or value.dim() > _DIMS_LIMIT:
+            raise ValueError(f"{type(record).__name__}: no reader takes a {value.dtype} of shape {tuple(value.shape)}")
         tensors.append(value)
         return (_CODE[value.dtype], tuple(value.shape))
 
@@ -209,30 +215,28 @@ def unpack(payload: bytes | memoryview, record: type[R]) -> R:
         raise Refused("truncated", f"a head of {length} bytes in a frame with {len(view) - _LENGTH.size} left")
     if length > _HEAD_LIMIT and not issubclass(record, Folded):
         raise Refused("too large", f"a head of {length} bytes; at most {_HEAD_LIMIT} are read")
-    at = _LENGTH.size + length + -(_LENGTH.size + length) % 8
+    end = _LENGTH.size + length
+    at = body = end + -end % 8
 
     def settle(expected: type, value: Any) -> Any:
         nonlocal at
         dtype, shape = _described(value)
-        count = math.prod(shape)
-        size = count * dtype.itemsize
-        if size > len(view) - at:
-            raise Refused("truncated", f"a tensor of shape {shape} in a frame with {max(len(view) - at, 0)} bytes left")
-        piece = view[at : at + size]
-        padding = -size % 8
-        if any(view[at + size : at + size + padding]) or len(view) < at + size + padding:
+        start, size = at, math.prod(shape) * dtype.itemsize
+        at += size + -size % 8
+        if at > len(view):
+            left = max(len(view) - start, 0)
+            raise Refused("truncated", f"a tensor of shape {shape} in a frame with {left} bytes left")
+        if any(view[start + size : at]):
             raise Refused("malformed", "the padding behind a tensor is not zero bytes")
-        at += size + padding
-        return _view(piece, dtype, shape)
+        return torch.frombuffer(view[start : start + size], dtype=dtype).view(shape)
 
     try:
-        result = msgspec.msgpack.decode(view[_LENGTH.size : _LENGTH.size + length], type=record, dec_hook=settle)
+        result = msgspec.msgpack.decode(view[_LENGTH.size : end], type=record, dec_hook=settle)
     except msgspec.ValidationError as error:
-        refused = error.__cause__ if isinstance(error.__cause__, Refused) else None
-        raise refused or Refused("wrong field", f"{record.__name__}: {_plain(error)}") from None
+        raise Refused("wrong field", f"{record.__name__}: {_plain(error)}") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, MemoryError) as error:
         raise Refused("malformed", f"{record.__name__}: {_plain(error)}") from None
-    if any(view[_LENGTH.size + length : min(at, _LENGTH.size + length + -(_LENGTH.size + length) % 8)]):
+    if any(view[end:body]):
         raise Refused("malformed", "the padding behind the head is not zero bytes")
     if at != len(view):
         raise Refused("trailing bytes" if at < len(view) else "truncated", f"{len(view)} bytes where {at} belong")
@@ -246,19 +250,16 @@ def _plain(error: Exception) -> str:
 def _described(value: Any) -> tuple[torch.dtype, tuple[int, ...]]:
     """Check a tensor's [dtype, shape] before anything is computed from it."""
     match value:
-        case [int(code), [*shape]] if 0 <= code < len(DTYPES) and len(shape) <= 8:
-            if all(type(n) is int and 0 < n < 2**40 for n in shape) and type(code) is int:
+        case [code, [*shape]] if type(code) is int and 0 <= code < len(DTYPES):
+            if len(shape) <= _DIMS_LIMIT and all(type(n) is int and 0 < n < 2**40 for n in shape):
                 return DTYPES[code], tuple(shape)
             raise Refused("wrong shape", f"{shape} is not a shape")
-        case [int(code), [*_]]:
-            raise Refused("wrong dtype", f"there is no dtype {code}")
-    raise Refused("wrong dtype", "a tensor is a dtype code and a shape")
+    raise Refused("wrong dtype", f"a tensor is a dtype code below {len(DTYPES)} and a shape")
 
 
-def _view(piece: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    with warnings.catch_warnings():  # the bytes are read-only and so, by convention, is every record
-        warnings.simplefilter("ignore")
-        return torch.frombuffer(piece, dtype=dtype).view(shape)
+with warnings.catch_warnings():  # torch says once that bytes are read-only; so, by convention, is every record
+    warnings.simplefilter("ignore")
+    torch.frombuffer(bytes(1), dtype=torch.uint8)
 
 
 class Folded(Record, frozen=True):
@@ -286,17 +287,15 @@ def fields(record: type[Record]) -> dict[str, Shape]:
 
 def check(record: Record, sizes: Mapping[str, Size]) -> None:
     """Hold a record against its schema: dtypes, exact shapes, finite, in range. Raises `Refused`."""
-    schemas = fields(type(record))
     for name in record.__struct_fields__:
         value = getattr(record, name)
-        if isinstance(value, Tensor):
-            _check_tensor(name, value, schemas[name], sizes)
-        elif isinstance(value, float) and not math.isfinite(value):
-            raise Refused("not finite", f"{name} is {value}")
-        elif isinstance(value, list):
-            for item in value:
-                if isinstance(item, Record):
-                    check(item, sizes)
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, Tensor):
+                _check_tensor(name, item, fields(type(record))[name], sizes)
+            elif isinstance(item, Record):
+                check(item, sizes)
+            elif isinstance(item, float) and not math.isfinite(item):
+                raise Refused("not finite", f"{name} is {item}")
     records = getattr(record, "records", None)
     largest = sizes.get("records")
     if isinstance(records, int) and isinstance(largest, int) and records > largest:
@@ -308,7 +307,8 @@ def _check_tensor(name: str, tensor: Tensor, schema: Shape, sizes: Mapping[str, 
         raise Refused("wrong dtype", f"{name} is {tensor.dtype}, expected {schema.dtype}")
     if tuple(tensor.shape) != schema.bind(sizes):
         raise Refused("wrong shape", f"{name} is {tuple(tensor.shape)}, expected {schema.bind(sizes)}")
-    low, high = (float(v) for v in torch.aminmax(tensor))  # one pass; NaN comes through
+    ordered = tensor.long() if tensor.dtype == torch.uint32 else tensor  # torch does not order uint32
+    low, high = (float(v) for v in torch.aminmax(ordered))  # one pass; NaN comes through
     if not (math.isfinite(low) and math.isfinite(high)):
         raise Refused("not finite", f"{name} holds a value that is not a finite number")
     if low < schema.low or high > schema.high:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import tomllib
 import types
 import typing
@@ -45,7 +46,7 @@ class SplitSpec:
     """How records are split over clients; the options are those of the kind."""
 
     kind: str = "iid"  # iid, dirichlet, classes, shards or natural
-    clients: int | None = 10  # natural splits have as many as there are groups
+    clients: int = 10  # a natural split has as many as there are groups instead
     alpha: float | None = None
     classes: int | None = None
     shards: int | None = None
@@ -73,6 +74,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.evaluate_every < 1:
             raise ValueError("rounds and evaluate_every are at least 1")
+        if self.target is not None and not 0 < self.target <= 1:
+            raise ValueError(f"target is {self.target:g}; it is a test accuracy above 0 and at most 1")
 
     def build(self, directory: str | Path | None = None, fetch: bool = False, device: str = "cpu") -> Task:
         """Load the data, split it and make the model; all randomness is from the recipe's seed."""
@@ -133,26 +136,23 @@ def parse(table: Mapping[str, Any]) -> Recipe:
 
 def _load(source: str, depth: int = 0) -> dict[str, Any]:
     """The tables of a recipe, laid over those of the recipe it is `like`."""
-    if source.endswith(".toml"):
-        path = Path(source)
-        if not path.is_file():
-            raise ValueError(f"there is no recipe file {source}")
-        text, family = path.read_text(), ""
-    elif source in names():
-        text, family = (resources.files("fedveil") / "recipes" / f"{source}.toml").read_text(), source.split("/")[0]
-    else:
+    own = source.endswith(".toml")
+    if own and not Path(source).is_file():
+        raise ValueError(f"there is no recipe file {source}")
+    if not own and source not in names():
         raise ValueError(f"there is no recipe '{source}'{nearest(source, names()) or '; see fedveil list recipes'}")
+    file = Path(source) if own else resources.files("fedveil") / "recipes" / f"{source}.toml"
     try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        table = tomllib.loads(file.read_bytes().decode())
+    except ValueError as error:
         raise ValueError(f"recipe {source} is not valid TOML: {error}") from None
     base = table.pop("like", None)
     if base is None:
         return table
     if not isinstance(base, str) or depth > 8:
         raise ValueError(f"recipe {source}: 'like' names one other recipe, and never in a circle")
-    if not base.endswith(".toml") and "/" not in base and family:
-        base = f"{family}/{base}"
+    if base.endswith(".toml") if own else "/" not in base:
+        base = (Path(source).parent / base).as_posix()
     return _over(_load(base, depth + 1), table)
 
 
@@ -185,9 +185,9 @@ def _build(kind: type[Any], table: Any, path: str) -> Any:
         raise ValueError(f"'{path}' holds several keys ({', '.join(_keys(kind))}); write '{path}.KEY'")
     table = dict(table)
     if kind is Method:
-        name = table.pop("name", FedAvg.name)
+        name = str(table.pop("name", FedAvg.name))
         if name not in METHODS:
-            raise ValueError(f"there is no method '{name}'{nearest(str(name), METHODS)}")
+            raise ValueError(f"there is no method '{name}'{nearest(name, METHODS)}")
         kind = METHODS[name]
     known, hints = _keys(kind), typing.get_type_hints(kind)
     given: dict[str, Any] = {}
@@ -203,6 +203,8 @@ def _build(kind: type[Any], table: Any, path: str) -> Any:
             given[key] = msgspec.convert(value, hint)
         except msgspec.ValidationError:
             raise ValueError(f"'{where}' is {value!r}; it must be {_called(hint)}") from None
+        if isinstance(given[key], float) and not math.isfinite(given[key]):
+            raise ValueError(f"'{where}' is {value}; it must be a finite number")
     return kind(**given)
 
 
@@ -240,7 +242,12 @@ def _table(thing: Any) -> dict[str, Any]:
 
 def _toml(table: Mapping[str, Any], path: str = "") -> str:
     lines = [f"[{path}]"] if path else []
-    lines += [f"{k} = {json.dumps(v)}" for k, v in table.items() if v is not None and not isinstance(v, dict)]
+    lines += [f"{k} = {_literal(v)}" for k, v in table.items() if v is not None and not isinstance(v, dict)]
     parts = ["\n".join(lines)] if len(lines) > bool(path) else []
     parts += [_toml(v, f"{path}.{k}" if path else k) for k, v in table.items() if isinstance(v, dict) and v]
     return "\n\n".join(p.rstrip("\n") for p in parts) + "\n"
+
+
+def _literal(value: Any) -> str:
+    """A value in TOML, which reads JSON's except for one character and for pairs of surrogates."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -6,10 +6,12 @@ the one before it is used. A lock on the folder keeps a second process out.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
 import platform
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -17,7 +19,7 @@ from typing import IO, Any
 import msgspec
 
 from fedveil import message
-from fedveil.ledger import Ledger
+from fedveil.ledger import Ledger, Row
 from fedveil.message import Envelope, Folded, Record, Refused
 
 KEPT = 2
@@ -73,9 +75,10 @@ class RunFolder:
             ) from None
 
     def close(self) -> None:
-        for file in (self._ledger, self._lock):
-            if file:
-                file.close()
+        if self._ledger:
+            with contextlib.suppress(OSError):  # a row that could not be written was reported when it was tried
+                self._ledger.close()
+        self._lock.close()
 
     def describe(self, recipe: str, environment: dict[str, Any]) -> None:
         """Write what was asked for and where it runs; both are for people and for `resume`."""
@@ -93,12 +96,13 @@ class RunFolder:
         _write(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
         file = open(path, "ab")  # noqa: SIM115 - closed by close()
         self._ledger = file
-        return Ledger(rows, file)
+        return _Ledger(rows, file)
 
     def save(self, run: bytes, round_: int, state: Record, memory: dict[int, list[tuple[int, int, Record]]]) -> None:
         """Write the checkpoint of a round; the ledger's row of that round reaches the disk before it."""
         if self._ledger:
-            os.fsync(self._ledger.fileno())
+            with _saying(Path(self._ledger.name)):
+                os.fsync(self._ledger.fileno())
         entries = [
             Remembered(client, r, s, message.frame(record, Envelope(run, r, client, s)))
             for client, kept in memory.items()
@@ -107,12 +111,7 @@ class RunFolder:
         data = message.frame(
             Checkpoint(run, round_, message.frame(state, Envelope(run, round_)), entries), Envelope(run, round_)
         )
-        try:
-            _write(self._checkpoint(round_), data + hashlib.blake2b(data, digest_size=_DIGEST).digest())
-        except OSError as error:
-            raise OSError(
-                error.errno, f"could not write a checkpoint to {self.path}: {error.strerror}; the one before is kept"
-            ) from error
+        _write(self._checkpoint(round_), data + hashlib.blake2b(data, digest_size=_DIGEST).digest())
         for old in self.checkpoints()[KEPT:]:
             old.unlink()
 
@@ -126,7 +125,7 @@ class RunFolder:
         for path in self.checkpoints():
             try:
                 return read_checkpoint(path.read_bytes())
-            except Refused as error:
+            except (Refused, OSError) as error:
                 problems.append(f"{path.name} ({error})")
         if problems:
             raise ValueError(f"no checkpoint in {self.path} can be read: {', '.join(problems)}")
@@ -153,19 +152,43 @@ def _unfold(frame: bytes) -> Record:
     return message.unframe(frame, message.KINDS, len(frame))[0]
 
 
+class _Ledger(Ledger):
+    """A ledger whose file is part of a run folder."""
+
+    def append(self, row: Row) -> None:
+        assert self.file
+        with _saying(Path(self.file.name)):
+            super().append(row)
+
+
 def _write(path: Path, data: bytes) -> None:
     """Replace a file in one step: whoever looks finds the old one or the new one, whole."""
     beside = path.with_name(path.name + ".new")
-    with open(beside, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    with _saying(path):
+        try:
+            with open(beside, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        except OSError:
+            beside.unlink(missing_ok=True)  # half a file would only take the room that is missing
+            raise
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+@contextlib.contextmanager
+def _saying(path: Path) -> Iterator[None]:
+    """An error of the disk becomes a sentence with the file in it."""
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        yield
+    except OSError as error:
+        told = f"could not write {path}: {error.strerror}; what was written before is kept"
+        raise OSError(error.errno, told) from error
 
 
 def environment(**more: Any) -> dict[str, Any]:

@@ -114,6 +114,7 @@ class Task:
         self.layout = Layout.of(model)
         self.initial = self.layout.join(dict(model.named_parameters())).detach().to(self.device, torch.float32).clone()
         _refuse_impure(model, data.x[:2])
+        self.work = _work(model, data.x[:1])
         self.stackable = self._try_vmap()
 
     def f(self, w: Tensor, x: Tensor) -> Tensor:
@@ -259,6 +260,24 @@ def _refuse_impure(model: nn.Module, x: Tensor) -> None:
         raise ValueError(
             "the model gives two outputs for one input; remove what draws random numbers or keeps state between calls"
         )
+
+
+def _work(model: nn.Module, x: Tensor) -> int:
+    """Multiply-adds of one record's forward pass, roughly: each layer's outputs times the inputs of one of them."""
+    total = 0
+
+    def count(layer: nn.Module, _: Any, out: Any) -> None:
+        nonlocal total
+        weight = getattr(layer, "weight", None)
+        if isinstance(out, Tensor) and isinstance(weight, Tensor):
+            total += out.numel() * weight[0].numel()
+
+    probe = copy.deepcopy(model).cpu()
+    for layer in probe.modules():
+        layer.register_forward_hook(count)
+    with torch.no_grad():
+        _call(probe, x)
+    return total
 
 
 def _call(model: nn.Module, x: Tensor) -> Tensor:

@@ -83,6 +83,7 @@ GOOD = idx(np.zeros((2, 28, 28), np.uint8))
     [
         (b"", "starts with nothing"),
         (b"\0\0\x0d\x03" + GOOD[4:], "starts with 00000d03"),
+        (idx(np.zeros(9, np.uint8)), "starts with 00000801, not with 00000803"),
         (GOOD[:9], "ends within its header, after 9 of 16"),
         (GOOD[:-1], "claims 1,568 values but holds 1,567"),
         (GOOD + b"\0", "claims 1,568 values but holds 1,569"),
@@ -111,6 +112,7 @@ def break_and_load(folder: Path, name: str, raw: bytes) -> None:
         ("train-images-idx3-ubyte.gz", gzip.compress(idx(np.zeros((20, 28, 27), np.uint8))), "28 × 27"),
         ("t10k-labels-idx1-ubyte.gz", gzip.compress(idx(np.full(10, 10, np.uint8))), "holds the label 10"),
     ],
+    ids=["not gzip", "cut", "damaged", "other length", "other size", "label"],
 )
 def test_broken_mnist_files(tmp_path: Path, name: str, raw: bytes, wrong: str) -> None:
     with pytest.raises(ValueError, match=f"{name} .*{wrong}|{wrong}.*{name}"):
@@ -182,7 +184,7 @@ def test_a_broken_cifar10_batch_says_what_is_wrong(raw: bytes, wrong: str) -> No
         b"{}",
         b'{"user_lines": [1]}',
         b'{"user_lines": {"a": "b"}}',
-        b'{"user_lines": ' + b"[" * 9999,
+        b'{"other": ' + b"[" * 9999,
     ],
 )
 def test_a_broken_roles_file_says_so(raw: bytes) -> None:
@@ -324,8 +326,8 @@ def test_missing_files_are_fetched_and_present_ones_left_alone(site, tmp_path: P
     folder, url, asked = site
     home = files.Home(url, {name: md5(raw) for name, raw in write_mnist(folder).items()})
     monkeypatch.setitem(files.HOMES, "mnist", home)
-    write_mnist(tmp_path / "mnist")
-    (tmp_path / "mnist" / "train-images-idx3-ubyte.gz").unlink()
+    write_mnist(tmp_path / "mnist", compress=False)
+    (tmp_path / "mnist" / "train-images-idx3-ubyte").unlink()
     assert len(load("mnist", tmp_path, fetch=True).x) == 20
     assert set(asked) == {"/train-images-idx3-ubyte.gz"}
     asked.clear()

@@ -15,8 +15,8 @@ def weights(model: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "input", "classes", "options", "words"),
     [
-        ("lenet", (1, 28, 28), 10, {}, r"unknown model 'lenet'; did you mean 'lenet5'\? .*wrn-10-2"),
-        ("zzz", (1, 28, 28), 10, {}, r"unknown model 'zzz' \(known: .*digits-cnn"),
+        ("lenet", (1, 28, 28), 10, {}, r"unknown model 'lenet'; did you mean 'lenet5'\?"),
+        ("zzz", (1, 28, 28), 10, {}, r"unknown model 'zzz'; known: .*digits-cnn"),
         ("lenet5", (1, 28, 28), 1, {}, "'lenet5' needs 2 classes or more, not 1"),
         ("digits-cnn", (1, 28, 28), 10, {}, r"digits-cnn takes .* of 8, not \(1, 28, 28\)"),
         ("digits-cnn", (8, 8), 10, {}, r"digits-cnn takes .*\(channels, height, width\)"),
@@ -44,10 +44,10 @@ def weights(model: nn.Module) -> torch.Tensor:
             (1, 28, 28),
             10,
             {"activaton": "relu"},
-            r"no option 'activaton'; did you mean 'activation'\?",
+            r"unknown option of model 'lenet5' 'activaton'; did you mean 'activation'\?",
         ),
         ("lenet5", (1, 28, 28), 10, {"activation": "swish"}, "unknown activation 'swish'.*hardswish"),
-        ("digits-cnn", (1, 8, 8), 10, {"width": 3}, "'digits-cnn' has no option 'width'"),
+        ("digits-cnn", (1, 8, 8), 10, {"width": 3}, "unknown option of model 'digits-cnn' 'width'; known: none"),
     ],
 )
 def test_a_mistake_is_named_in_one_sentence(name, input, classes, options, words):

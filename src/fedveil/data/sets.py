@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fedveil.data import files
-from fedveil.data.spelling import check_options, unknown
+from fedveil.spelling import check_options, unknown
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 
@@ -114,7 +114,7 @@ def load(name: str | Path, directory: str | Path | None = None, fetch: bool = Fa
 
 
 def digits(folder: Path, fetch: bool) -> Data:
-    """8×8 grey digits that ship with scikit-learn: 1,437 to train and 360 to test, pixels in [0, 1].
+    """8×8 grey digits that ship with scikit-learn: 1,437 to train and 360 to test, standardised.
 
     The split is fixed: record i of the 1,797 goes to place 607·i mod 1,797, places are sorted by label (ties keep
     their order), and every fifth of them, from the first, holds a test record, so each class is tested on a fifth
@@ -128,10 +128,10 @@ def digits(folder: Path, fetch: bool) -> Data:
     places = places[np.argsort(y[places], kind="stable")]
     test = np.zeros(len(y), bool)
     test[places[::5]] = True
-    return from_tensors(x[~test], y[~test], x[test], y[test], name="digits")
+    return from_tensors(x[~test], y[~test], x[test], y[test], mean=(0.305,), std=(0.376,), name="digits")
 
 
-def mnist(folder: Path, fetch: bool, name: str, labels: Sequence[str], mean: float, std: float) -> Data:
+def mnist(name: str, labels: Sequence[str], mean: float, std: float, folder: Path, fetch: bool) -> Data:
     """MNIST or Fashion-MNIST from their four IDX files, standardised: 60,000 and 10,000 pictures [1, 28, 28]."""
     paths = files.require(name, folder, [file.removesuffix(".gz") for file in files.HOMES[name].files], fetch)
     x, y = files.read_images(paths[0], paths[1], 28, 10)
@@ -192,8 +192,8 @@ def shakespeare(folder: Path, fetch: bool, *, length: int = 80, least: int = 2) 
 FASHION = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 SETS: dict[str, Callable[..., Data]] = {
     "digits": digits,
-    "mnist": partial(mnist, name="mnist", labels=tuple("0123456789"), mean=0.1307, std=0.3081),
-    "fashion-mnist": partial(mnist, name="fashion-mnist", labels=FASHION, mean=0.2860, std=0.3530),
+    "mnist": partial(mnist, "mnist", tuple("0123456789"), 0.1307, 0.3081),
+    "fashion-mnist": partial(mnist, "fashion-mnist", FASHION, 0.2860, 0.3530),
     "cifar10": cifar10,
     "shakespeare": shakespeare,
 }

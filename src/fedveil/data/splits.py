@@ -15,8 +15,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from fedveil.data.sets import Data
-from fedveil.data.spelling import check_options, unknown
 from fedveil.seeds import Seed
+from fedveil.spelling import check_options, unknown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -100,12 +100,10 @@ class Split:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=True))
         axes.set_xlim(0, ends.max() * 1.03)
         axes.spines[["top", "right"]].set_visible(False)
-        some = (
-            f"{len(shown)} of {len(self):,} clients, evenly chosen"
-            if len(shown) < len(self)
-            else f"{len(self)} clients"
-        )
-        axes.set_title(f"{self.kind} split: {some}; {len(self.order):,} records in all", fontsize=10, loc="left")
+        who = f"{len(self):,} clients"
+        if len(shown) < len(self):
+            who = f"{len(shown)} of {who}, evenly chosen"
+        axes.set_title(f"{self.kind} split: {who}; {len(self.order):,} records in all", fontsize=10, loc="left")
         if len(names) > 1:
             figure.legend(loc="outside right upper", frameon=False, fontsize=8)
         return figure

@@ -10,7 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from fedveil.federation import Clients, Letter, Reply
-from fedveil.message import KINDS, Refused
+from fedveil.message import KINDS
+
+# On a CPU a step of a small model costs mostly its dispatch, which threads take turns at: one worker with all clients
+# in one stack is fastest. A step of a larger one costs arithmetic, which grouped kernels do no faster than plain ones:
+# then it is a worker a core, a client at a time. Multiply-adds a record where the second begins; the digits CNN has 25
+# thousand, LeNet5 416 thousand (`make bench`).
+LARGE = 100_000
 
 
 class ClientFailure(Exception):
@@ -20,8 +26,8 @@ class ClientFailure(Exception):
 class Local:
     """The default engine.
 
-    stack:   clients trained as one; None lets the engine choose: all of a worker's clients, fewer if memory runs out
-    workers: stacks trained beside each other; None is one a core on a CPU and one on a GPU
+    stack:   clients trained as one; None lets the engine choose by device and model, fewer if memory runs out
+    workers: stacks trained beside each other, each on one thread; None lets the engine choose
     debug:   one client at a time, and the first failure ends the run with its client, question and shapes
     """
 
@@ -34,12 +40,12 @@ class Local:
 
     def open(self, clients: Clients) -> None:
         self._clients = clients
+        task = clients.task
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        on_gpu = clients.task.device.type != "cpu"
-        self._lanes = 1 if self.debug or on_gpu else self.workers or cores
-        if self._lanes > 1:
-            self._pool = ThreadPoolExecutor(self._lanes, "fedveil", initializer=torch.set_num_threads, initargs=(1,))
-        self._fits = 1 if self.debug or not clients.task.stackable else self.stack or 10**9
+        large = task.device.type == "cpu" and task.work >= LARGE
+        self._lanes = 1 if self.debug else self.workers or (cores if large else 1)
+        self._fits = 1 if self.debug or not task.stackable else self.stack or (1 if large else 10**9)
+        self._pool = ThreadPoolExecutor(self._lanes, "fedveil", initializer=torch.set_num_threads, initargs=(1,))
 
     def close(self) -> None:
         if self._pool:
@@ -47,15 +53,8 @@ class Local:
 
     def deliver(self, letters: Sequence[Letter], deadline: float | None) -> Iterable[Reply]:
         """Answer every letter. Letters of one payload are stacked; a time limit is simulated elsewhere."""
-        stacks = self._stacks(letters)
-        if self._pool and len(stacks) > 1:
-            threads = torch.get_num_threads()
-            try:
-                done = list(self._pool.map(self._answer, stacks))
-            finally:
-                torch.set_num_threads(threads)
-        else:
-            done = [self._answer(stack) for stack in stacks]
+        assert self._pool
+        done = list(self._pool.map(self._answer, self._stacks(letters)))
         return sorted((reply for replies in done for reply in replies), key=lambda reply: reply.client)
 
     def _stacks(self, letters: Sequence[Letter]) -> list[list[Letter]]:
@@ -86,11 +85,7 @@ class Local:
                     self._fits = max(1, min(self._fits, len(stack) // 2))
                 half = len(stack) // 2
                 return self._answer(stack[:half]) + self._answer(stack[half:])
-            sentence = " ".join(str(error).split())[:300]
-            problem = (
-                f"refused: {sentence}" if isinstance(error, Refused) else f"failed: {type(error).__name__}: {sentence}"
-            )
-            return [Reply(stack[0].client, problem=problem)]
+            return [Reply(stack[0].client, problem=Clients.problem(error))]
 
     def _located(self, letter: Letter, error: Exception) -> ClientFailure:
         assert self._clients

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from fedveil.seeds import Seed
+from fedveil.spelling import unknown
 
 from .convnets import VGG13, BaffleLeNet, ConvNet, DigitsCNN, FedAgeCNN, LeNet5, McMahanCNN
 from .resnet import WRN10_2
@@ -58,14 +58,14 @@ def build(name: str, input: tuple[int, ...], classes: int, **options: object) ->
     weights are those of a fixed seed and no global generator advances: `initialise` draws a run's own.
     """
     if name not in MODELS:
-        raise ValueError(f"unknown model {name!r}{_hint(name, names())}")
+        raise unknown("model", name, names())
     if classes < 2:
         raise ValueError(f"model {name!r} needs 2 classes or more, not {classes}")
     _, _, *known = inspect.signature(MODELS[name]).parameters.values()
     defaults = {option.name: option.default for option in known}
     for option, value in options.items():
         if option not in defaults:
-            raise ValueError(f"model {name!r} has no option {option!r}{_hint(option, list(defaults))}")
+            raise unknown(f"option of model {name!r}", option, defaults)
         if type(value) is not type(defaults[option]):
             kind = type(defaults[option]).__name__
             raise ValueError(f"option {option!r} of model {name!r} must be of type {kind}, not {value!r}")
@@ -95,10 +95,3 @@ def _drawing_from(seed: Seed) -> Iterator[None]:
         # Not torch.manual_seed, which would seed the accelerators' generators too and leave them so.
         torch.set_rng_state(seed.torch().get_state())
         yield
-
-
-def _hint(word: str, known: list[str]) -> str:
-    """How an error about `word` ends: the nearest of the `known` spellings, and all of them."""
-    nearest = difflib.get_close_matches(word, known, n=1)
-    question = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    return f"{question} (known: {', '.join(known)})" if known else ", nor any other"

@@ -12,8 +12,8 @@ def unknown(what: str, word: str, known: Iterable[str]) -> ValueError:
     """The error for `word`, which is none of `known`."""
     known = list(known)
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}" if near else f"known: {', '.join(known) or 'none'}"
-    return ValueError(f"Unknown {what} {word!r}; {hint}.")
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
+    return ValueError(f"unknown {what} {word!r}; {hint}")
 
 
 def check_options(what: str, function: Callable[..., Any], options: Mapping[str, object]) -> None:

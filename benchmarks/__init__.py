@@ -1,0 +1,1 @@
+"""Ratios against stated opponents, measured in one run: `make bench`."""

@@ -1,0 +1,39 @@
+"""`python -m benchmarks [NAME…] [-o FILE]`: every figure is a ratio of two things timed in turns in this process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+
+from benchmarks import federation, messages
+from fedveil.runs import environment
+
+BENCHMARKS: dict[str, Callable[[], dict[str, float]]] = {
+    "digits": federation.digits,
+    "lenet5": federation.lenet5,
+    "clients": federation.many_clients,
+    "messages": messages.million_floats,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which of {', '.join(BENCHMARKS)} (default: all)")
+    parser.add_argument("-o", "--out", type=Path, help="write the figures as JSON")
+    chosen = parser.parse_args()
+    results = {}
+    for name in chosen.names or BENCHMARKS:
+        print(f"{name}: {(BENCHMARKS[name].__doc__ or '').splitlines()[0]}", flush=True)
+        results[name] = BENCHMARKS[name]()
+        for key, value in results[name].items():
+            print(f"  {key:<42} {value:.4g}", flush=True)
+    if chosen.out:
+        command = f"python -m benchmarks {' '.join(chosen.names)}".strip()
+        chosen.out.write_text(json.dumps({"command": command, **environment(), "figures": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

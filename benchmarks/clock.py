@@ -1,0 +1,20 @@
+"""Timing in turns: what slows the machine down for a while slows both sides down."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+
+def in_turns(*sides: Callable[[], object], turns: int) -> list[float]:
+    """Median seconds of each side, after two calls of each to warm up."""
+    for side in sides * 2:
+        side()
+    times: list[list[float]] = [[] for _ in sides]
+    for _ in range(turns):
+        for side, taken in zip(sides, times, strict=True):
+            began = time.perf_counter()
+            side()
+            taken.append(time.perf_counter() - began)
+    return [statistics.median(taken) for taken in times]

@@ -1,0 +1,145 @@
+"""A round of FedAvg, 10 of 100 clients, one local epoch, against a plain PyTorch loop that takes the same steps."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.nn.functional as F
+
+import fedveil as fv
+from benchmarks.clock import in_turns
+from fedveil import models
+from fedveil.data import from_tensors
+from fedveil.engines import Local as LocalEngine
+from fedveil.federation import Federation, Sampling
+
+
+class Loop:
+    """FedAvg as one writes it by hand: one thread, one client after another, one module, `torch.optim.SGD`."""
+
+    def __init__(self, task: fv.Task, model: torch.nn.Module, batch: int, lr: float) -> None:
+        self.task, self.model, self.batch, self.lr = task, model, batch, lr
+        self.weights = [p.detach().clone() for p in model.parameters()]
+
+    def round(self, number: int, seed: fv.Seed) -> None:
+        rng = seed.child("round", number).numpy()
+        cohort = rng.choice(len(self.task.clients), 10, replace=False)
+        total = [torch.zeros_like(p) for p in self.weights]
+        records = 0
+        for client in cohort:
+            with torch.no_grad():
+                for p, q in zip(self.model.parameters(), self.weights, strict=True):
+                    p.copy_(q)
+            optimizer = torch.optim.SGD(self.model.parameters(), self.lr)
+            order = torch.from_numpy(rng.permutation(self.task.clients[int(client)]))
+            for rows in order.split(self.batch):
+                optimizer.zero_grad()
+                F.cross_entropy(self.model(self.task.x[rows]), self.task.y[rows]).backward()
+                optimizer.step()
+            for t, p in zip(total, self.model.parameters(), strict=True):
+                t.add_(p.detach(), alpha=len(order))
+            records += len(order)
+        self.weights = [t / records for t in total]
+
+    def accuracy(self) -> float:
+        flat = torch.cat([p.reshape(-1) for p in self.weights])
+        return self.task.evaluate(flat)["accuracy"]
+
+
+def digits() -> dict[str, float]:
+    """digits CNN, batch 10: dispatch-bound, so stacking pays (goal: at most 0.5 of the loop)."""
+    return _race(fv.load("digits"), "digits-cnn", batch=10, lr=0.3, turns=40, learn=60)
+
+
+def lenet5() -> dict[str, float]:
+    """LeNet5 on MNIST-shaped data, batch 32: arithmetic-bound, so cores pay (goal: at most 0.7 of the loop)."""
+    return _race(_blobs(60_000, (1, 28, 28)), "lenet5", batch=32, lr=0.05, turns=4, learn=6)
+
+
+def _race(data: fv.Data, model_name: str, batch: int, lr: float, turns: int, learn: int) -> dict[str, float]:
+    seed = fv.Seed.root(0)
+    model = models.build(model_name, data.input, data.classes)
+    models.initialise(model, seed.child("weights"))
+    task = fv.Task(model, data, fv.split("iid", data, 100, seed))
+    method = fv.FedAvg(local=fv.Local(lr=lr, epochs=1, batch=batch))
+    ours = Federation(task, method, LocalEngine(), Sampling(size=10), seed, evaluate_every=10**9)
+    loop = Loop(task, model, batch, lr)
+    state, done = method.begin(task), 0
+
+    def our_round() -> None:
+        nonlocal state, done
+        done += 1
+        state, _ = ours.step(state, done)
+
+    def their_round() -> None:
+        loop.round(done, seed)
+
+    threads = torch.get_num_threads()
+    try:
+        for _ in range(learn):
+            our_round()
+            torch.set_num_threads(1)
+            their_round()
+            torch.set_num_threads(threads)
+        accuracy = task.evaluate(state.weights)["accuracy"], loop.accuracy()
+
+        def single() -> None:
+            torch.set_num_threads(1)
+            their_round()
+            torch.set_num_threads(threads)
+
+        fast, slow = in_turns(our_round, single, turns=turns)
+    finally:
+        ours.engine.close()
+    return {
+        "loop, milliseconds a round": slow * 1e3,
+        "fedveil, milliseconds a round": fast * 1e3,
+        "fedveil / loop": fast / slow,
+        f"accuracy of the loop after {learn} rounds": accuracy[1],
+        f"accuracy of fedveil after {learn} rounds": accuracy[0],
+    }
+
+
+def many_clients() -> dict[str, float]:
+    """Set-up of 100,000 clients (goal: 2 s) and a round with them against one with 100 of the same size."""
+    data = _blobs(1_000_000, (1, 8, 8))
+    seed = fv.Seed.root(0)
+    model = models.build("digits-cnn", data.input, data.classes)
+    small = from_tensors(data.x[:1000], data.y[:1000], data.test_x, data.test_y)
+    began = time.perf_counter()
+    task = fv.Task(model, data, fv.split("iid", data, 100_000, seed))
+    many = _stepper(task, seed)
+    taken = time.perf_counter() - began
+    few = _stepper(fv.Task(model, small, fv.split("iid", small, 100, seed)), seed)
+    with_many, with_few = in_turns(many, few, turns=40)
+    return {
+        "set-up of 100,000 clients, seconds": taken,
+        "100 clients, milliseconds a round": with_few * 1e3,
+        "100,000 clients / 100 clients, a round": with_many / with_few,
+    }
+
+
+def _stepper(task: fv.Task, seed: fv.Seed) -> object:
+    method = fv.FedAvg(local=fv.Local(batch=10))
+    federation = Federation(task, method, LocalEngine(), Sampling(size=10), seed, evaluate_every=10**9)
+    state, done = method.begin(task), 0
+
+    def step() -> None:
+        nonlocal state, done
+        done += 1
+        state, _ = federation.step(state, done)
+
+    return step
+
+
+def _blobs(records: int, shape: tuple[int, ...]) -> fv.Data:
+    """Ten noisy patterns: data of a given shape that can be learned, made and not downloaded."""
+    draw = fv.Seed.root(0).torch()
+    y = torch.randint(0, 10, (records,), generator=draw)
+    patterns = torch.randn(10, *shape, generator=draw)
+    x = torch.randn(records, *shape, generator=draw).mul_(2).add_(patterns[y])
+    cut = max(1000, records // 100)
+    return from_tensors(x, y, x[:cut], y[:cut], name="blobs")
+
+

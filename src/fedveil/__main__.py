@@ -1,0 +1,5 @@
+"""`python -m fedveil` is `fedveil`."""
+
+from fedveil.cli import main
+
+main()

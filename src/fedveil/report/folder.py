@@ -1,0 +1,94 @@
+"""The folders of runs as a report needs them. They may be of any origin, so nothing in them is trusted."""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fedveil.ledger import Ledger
+from fedveil.report.figures import by_bytes
+
+
+@dataclass
+class Run:
+    """One run, finished or not."""
+
+    folder: Path
+    name: str
+    text: str  # recipe.toml as it is
+    recipe: dict[str, Any]
+    environment: dict[str, Any]
+    ledger: Ledger
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        return self.ledger.summary(self.name)
+
+    @cached_property
+    def accuracies(self) -> list[float]:
+        """Test accuracy each time it was measured."""
+        return self.ledger.series("accuracy")[1]
+
+    @property
+    def setting(self) -> tuple[Any, Any]:
+        """What runs must share to be comparable."""
+        return self.recipe.get("task"), self.recipe.get("split")
+
+    @property
+    def rounds(self) -> str:
+        """Rounds done, and of how many if some are left."""
+        done, planned = len(self.ledger.rows), self.recipe.get("rounds")
+        return f"{done} of {planned}" if isinstance(planned, int) and done < planned else str(done)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether rounds are left and the target, if there is one, was not reached."""
+        target = self.recipe.get("target")
+        reached = isinstance(target, float) and self.accuracies and self.accuracies[-1] >= target
+        return " of " in self.rounds and not reached
+
+    def bytes_to(self, level: float) -> int:
+        """Bytes sent by all clients when accuracy first reached `level`, which it must have."""
+        return next(sent for sent, accuracy in zip(*by_bytes(self.ledger), strict=True) if accuracy >= level)
+
+
+def read(folders: Sequence[Path]) -> list[Run]:
+    """The runs, named by their methods, and by their folders too where several have the same method."""
+    runs = [_read(folder) for folder in {folder.resolve(): folder for folder in folders}.values()]
+    if not runs:
+        raise ValueError("no run was given to report on; name at least one run folder")
+    methods = Counter(run.name for run in runs)
+    ends = Counter(run.folder.resolve().name for run in runs)
+    for run in runs:
+        if methods[run.name] > 1:
+            end = run.folder.resolve().name
+            run.name += f" ({end if ends[end] == 1 else run.folder})"
+        run.name = "".join(c if c.isprintable() else "?" for c in run.name)
+    return runs
+
+
+def _read(folder: Path) -> Run:
+    recipe, environment, ledger = (folder / name for name in ("recipe.toml", "environment.json", "ledger.jsonl"))
+    if not recipe.is_file():
+        raise ValueError(f"{folder} holds no recipe.toml; give a folder that a run was written to")
+    path = recipe
+    try:
+        text = path.read_text(encoding="utf-8")
+        table = tomllib.loads(text)
+        path = environment
+        where = msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.is_file() else {}
+        path = ledger
+        rows = Ledger.read(path) if path.is_file() else Ledger()
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}); restore it or leave this run out") from None
+    method = table.get("method")
+    if not isinstance(method, dict) or not isinstance(method.get("name"), str):
+        raise ValueError(f'{recipe} names no method; put name = "..." under its [method]')
+    return Run(folder, method["name"], text, table, where, rows)

@@ -1,0 +1,75 @@
+"""Figures in words: numbers as a person reads them, and what the runs show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fedveil.report.figures import size
+from fedveil.report.folder import Run
+
+POINT = 0.01 + 1e-9  # one point of accuracy, and what rounding may take from it
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.2f}%"
+
+
+def duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.3g}\N{NO-BREAK SPACE}s"
+    return f"{minutes}\N{NO-BREAK SPACE}min" if minutes < 100 else f"{seconds / 3600:,.1f}\N{NO-BREAK SPACE}h"
+
+
+def plural(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def verdict(runs: Sequence[Run]) -> str:
+    """What the runs show, in one paragraph."""
+    measured = sorted((run for run in runs if run.accuracies), key=lambda run: -run.accuracies[-1])
+    said = []
+    if len(runs) == 1 and measured:
+        said += _alone(runs[0])
+    elif measured:
+        said += _compared(measured)
+    said += [f"{run.name} has no measured accuracy yet." for run in runs if not run.accuracies]
+    said += [f"{run.name} is unfinished: {run.rounds} rounds are done." for run in runs if run.unfinished]
+    if any(run.setting != runs[0].setting for run in runs):
+        said.append("The runs differ in task or split, so compare them with care.")
+    return " ".join(said)
+
+
+def _alone(run: Run) -> list[str]:
+    s = run.summary
+    said = [
+        f"{run.name} reached a test accuracy of {percent(s['accuracy'])} in {plural(s['rounds'], 'round')}.",
+        f"A client sent {size(s['bytes_up_per_client_round'])} a round;",
+        f"in all, clients sent {size(s['bytes_up'])} and received {size(s['bytes_down'])}.",
+    ]
+    if s["clients_failed"]:
+        said.append(f"{plural(s['clients_failed'], 'answer')} failed.")
+    if s["epsilon"] is not None:
+        said.append(f"The accountant charged ε = {s['epsilon']:.4g}.")
+    return said
+
+
+def _compared(ranked: Sequence[Run]) -> list[str]:
+    """The best run, and which of those that end within a point of it got that far with the fewest bytes."""
+    best = ranked[0]
+    level = best.accuracies[-1] - POINT
+    cost = {run.name: run.bytes_to(level) for run in ranked if run.accuracies[-1] >= level}
+    name, least = min(cost.items(), key=lambda item: item[1])
+    after = f"{percent(best.accuracies[-1])} after {plural(len(best.ledger.rows), 'round')}"
+    said = [f"{best.name} has the best test accuracy, {after}."]
+    if len(cost) == 1:
+        said.append(f"No other run ends within one point of it; its clients sent {size(least)} to come that close.")
+    else:
+        who = "it also" if name == best.name else name
+        said.append(f"Of the {len(cost)} runs that end within one point of it, {who} got that far with the fewest")
+        said.append(f"bytes sent by clients: {size(least)}.")
+    if 0 < least < cost[best.name]:
+        ratio = cost[best.name] / least
+        times = f"{ratio:.2g}" if ratio < 10 else f"{ratio:,.0f}"
+        said.append(f"{best.name} needed {size(cost[best.name])}, {times} times as many.")
+    return said

@@ -1,0 +1,243 @@
+"""Small tasks, the hardest shapes a method can take, and engines that misbehave."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+import fedveil as fv
+from fedveil import message
+from fedveil.data import from_tensors
+from fedveil.engines import Local
+from fedveil.federation import Clients, Letter, Reply
+from fedveil.message import Answer, Question, Record, Refused, Shape, Weights
+
+
+def linear_task(clients: int = 4, records: int = 24, seed: int = 0, uneven: bool = False) -> fv.Task:
+    """A linear model on 3 features and 2 classes: 8 weights. With `uneven`, client k has about k+1 times client 0's."""
+    draw = fv.Seed.root(seed).torch()
+    x = torch.randn(records, 3, generator=draw)
+    y = (x.sum(1) > 0).long()
+    data = from_tensors(x, y, x, y, classes=2)
+    split = fv.split("iid", data, clients, fv.Seed.root(seed))
+    if uneven:
+        ends = torch.arange(1, clients + 1).cumsum(0)
+        starts = torch.cat([torch.zeros(1), ends * records / ends[-1]]).long().numpy()
+        split = fv.Split(split.order, starts, "uneven")
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(6.0).view(2, 3) / 10)
+        model.bias.zero_()
+    return fv.Task(model, data, split)
+
+
+# ---------------------------------------------------------------------------------------------------- toy methods
+
+Scalar = Annotated[Tensor, Shape((1,))]
+
+
+@message.kind(200)
+class Number(Answer, frozen=True):
+    value: Scalar
+
+
+@message.kind(201)
+class First(Question, frozen=True):
+    reply = Number
+    value: Scalar
+
+
+@message.kind(202)
+class Second(Question, frozen=True):
+    reply = Number
+    value: Scalar
+
+
+@dataclass(frozen=True)
+class Twice(fv.Method):
+    """Asks for a number, then asks again and finds what the client kept in between."""
+
+    name: ClassVar[str] = "toy-twice"
+
+    def begin(self, task: fv.Task) -> fv.State:
+        return Plain(task.initial)
+
+    def round(self, state: Any, cohort: fv.Cohort) -> fv.State:
+        most = cohort.ask(First(torch.ones(1))).stack("value").amax(0)
+        answers = cohort.ask(Second(most))
+        return Plain(state.weights + answers.stack("value").sum(0))
+
+    @property
+    def answer(self) -> Mapping[type[Question], Callable[..., Sequence[Answer]]]:
+        return {First: self.first, Second: self.second}
+
+    def first(self, crowd: fv.Crowd, question: First) -> list[Number]:
+        own = [torch.tensor([float(k)]) + question.value for k in crowd.clients]
+        for note, value in zip(crowd.notes, own, strict=True):
+            note["own"] = value
+        return [Number(v) for v in own]
+
+    def second(self, crowd: fv.Crowd, question: Second) -> list[Number]:
+        return [Number(v / question.value) for v in crowd.recall("own")]
+
+
+@message.kind(203)
+class Plain(fv.State, frozen=True):
+    pass
+
+
+@message.kind(204)
+class Stage(Question, frozen=True):
+    """One of four stages of a toy sum; `mail` is what others sent to this client."""
+
+    reply = Number
+    stage: int
+    value: Scalar
+
+
+@dataclass(frozen=True)
+class FourStages(fv.Method):
+    """A sum in four stages, each asked of the survivors of the one before, each client something else."""
+
+    name: ClassVar[str] = "toy-four-stages"
+
+    def begin(self, task: fv.Task) -> fv.State:
+        return Plain(task.initial)
+
+    def round(self, state: Any, cohort: fv.Cohort) -> fv.State:
+        mail = dict.fromkeys(cohort.ids, torch.zeros(1))
+        for stage in range(4):
+            answers = cohort.ask({k: Stage(stage, mail[k]) for k in cohort.ids})
+            cohort = cohort.only(answers)
+            mail = {k: answers[k].value + k for k in answers}
+            cohort.note(**{f"stage{stage}": len(answers)})
+        return Plain(state.weights + sum(mail.values(), torch.zeros(1)))
+
+    @property
+    def answer(self) -> Mapping[type[Question], Callable[..., Sequence[Answer]]]:
+        return {Stage: lambda crowd, question: [Number(question.value + 1) for _ in crowd.clients]}
+
+
+@message.kind(205)
+class Step(Record, frozen=True):
+    change: Weights
+
+
+@message.kind(206)
+class Digest(Answer, frozen=True):
+    total: Scalar
+
+
+@message.kind(207)
+class Follow(Question, frozen=True):
+    """The steps a client has missed, oldest first."""
+
+    reply = Digest
+    steps: list[Step]
+
+
+@message.kind(208)
+class FollowState(fv.State, frozen=True):
+    history: list[Step]
+    versions: Annotated[Tensor, Shape(("clients",), torch.int64)]
+
+
+@message.kind(209)
+class Followed(Record, frozen=True):
+    weights: Weights
+
+
+@dataclass(frozen=True)
+class LastReference(fv.Method):
+    """The server sends only changes since a client was last seen; a client that was away gets all it missed."""
+
+    name: ClassVar[str] = "toy-last"
+
+    def begin(self, task: fv.Task) -> fv.State:
+        return FollowState(task.initial, [], torch.zeros(len(task.clients), dtype=torch.int64))
+
+    def round(self, state: Any, cohort: fv.Cohort) -> fv.State:
+        step = Step(torch.full_like(state.weights, float(cohort.round)))
+        history = [*state.history, step]
+        answers = cohort.ask({k: Follow(history[int(state.versions[k]) :]) for k in cohort.ids})
+        weights = state.weights + step.change
+        versions = state.versions.clone()
+        for client, answer in answers.items():
+            assert torch.allclose(answer.total, weights.sum()[None]), f"client {client} is out of step"
+            versions[client] = len(history)
+        return FollowState(weights, history, versions)
+
+    @property
+    def answer(self) -> Mapping[type[Question], Callable[..., Sequence[Answer]]]:
+        return {Follow: self.follow}
+
+    def follow(self, crowd: fv.Crowd, question: Follow) -> list[Digest]:
+        here = [crowd.task.initial if m is None else m.weights for m in crowd.memory]
+        here = [w + sum(s.change for s in question.steps) for w in here]
+        crowd.remember([Followed(w) for w in here])
+        return [Digest(w.sum()[None]) for w in here]
+
+
+# ---------------------------------------------------------------------------------------------------- engines
+
+
+class Tamper:
+    """A local engine whose replies pass through `change(round, replies) -> replies` before the server sees them."""
+
+    def __init__(self, change: Callable[[int, list[Reply]], Iterable[Reply]]) -> None:
+        self.change, self.inner, self.stack = change, Local(stack=1, workers=1), 1
+
+    def open(self, clients: Clients) -> None:
+        self.inner.open(clients)
+
+    def deliver(self, letters: Sequence[Letter], deadline: float | None) -> Iterable[Reply]:
+        replies = list(self.inner.deliver(letters, deadline))
+        return self.change(letters[0].envelope.round if letters else 0, replies)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class OtherProcess:
+    """Clients in a process of their own; only frames cross the pipe."""
+
+    def open(self, clients: Clients) -> None:
+        context = multiprocessing.get_context("fork")
+        self.pipe, far = context.Pipe()
+        self.process = context.Process(target=_serve, args=(clients, far), daemon=True)
+        self.process.start()
+
+    def deliver(self, letters: Sequence[Letter], deadline: float | None) -> Iterable[Reply]:
+        self.pipe.send_bytes(len(letters).to_bytes(4, "little"))
+        for letter in letters:
+            self.pipe.send_bytes(letter.frame)
+        replies = []
+        for letter in letters:
+            frame, problem = self.pipe.recv_bytes(), self.pipe.recv_bytes().decode()
+            replies.append(Reply(letter.client, frame, problem))
+        return replies
+
+    def close(self) -> None:
+        self.pipe.send_bytes(b"")
+        self.process.join(10)
+        assert self.process.exitcode == 0
+
+
+def _serve(clients: Clients, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    while count := pipe.recv_bytes():
+        for frame in [pipe.recv_bytes() for _ in range(int.from_bytes(count, "little"))]:
+            try:
+                reply = clients.answer([Letter.read(frame)])[0]
+            except Exception as error:
+                reply = Reply(-1, problem=Clients.problem(error))
+            pipe.send_bytes(reply.frame)
+            pipe.send_bytes(reply.problem.encode())
+
+
+__all__ = ["FourStages", "LastReference", "OtherProcess", "Refused", "Tamper", "Twice", "linear_task"]
