@@ -24,13 +24,13 @@ from torch import Tensor
 
 from fedveil import message
 from fedveil.ledger import Ledger, Result, Row
-from fedveil.message import Answer, Envelope, Question, Record, Refused, Size, Weights
+from fedveil.message import Answer, Envelope, Folded, Question, Record, Refused, Size, Weights
 from fedveil.runs import RunFolder
 from fedveil.seeds import Seed
 from fedveil.task import Rows, Task
 
 
-class State(Record, frozen=True):
+class State(Folded, frozen=True):
     """What the server knows between rounds. A method adds fields; `weights` is what is evaluated and published."""
 
     weights: Weights
@@ -62,6 +62,10 @@ class Method:
     @property
     def answer(self) -> Mapping[type[Question], Callable[[Crowd, Any], Sequence[Answer]]]:
         raise NotImplementedError
+
+    def reply(self, question: Question) -> type[Answer]:
+        """The kind of answer to `question`; by default what the question itself states."""
+        return type(question).reply
 
     def schema(self, task: Task, question: Question, client: int) -> Mapping[str, Size]:
         """What the dimension names in the answer to `question` stand for; by default the task's own."""
@@ -293,7 +297,8 @@ class Cohort:
             if reply.client not in questions:
                 shared.row.events.append(f"client {reply.client}: refused: unknown client: it was not asked")
                 continue
-            shared.row.count_up(reply.client, len(reply.frame))
+            if reply.frame:
+                shared.row.count_up(reply.client, len(reply.frame))
             if reply.client in answers:
                 shared.row.events.append(f"client {reply.client}: refused: duplicate: the first answer counts")
                 continue
@@ -304,7 +309,7 @@ class Cohort:
             expected = Envelope(shared.run, self.round, reply.client, serial)
             try:
                 sizes = shared.method.schema(self.task, question, reply.client)
-                answers[reply.client] = read_answer(reply.frame, type(question).reply, sizes, expected)
+                answers[reply.client] = read_answer(reply.frame, shared.method.reply(question), sizes, expected)
                 if reply.client in missing:
                     shared.row.events.append(f"client {reply.client}: {missing.pop(reply.client)}, then it answered")
             except Refused as error:
@@ -479,7 +484,9 @@ class Federation:
         except BelowQuorum as error:
             row.events.append(f"below quorum: {error}; the weights stay as they were")
         if number % self.evaluate_every == 0 or last:
-            row.metrics.update(self.task.evaluate(state.weights))
+            measured = self.task.evaluate(state.weights)
+            row.metrics.update({name: value for name, value in measured.items() if math.isfinite(value)})
+            row.events += [f"{name} is not finite: the run diverged" for name in measured if name not in row.metrics]
         row.seconds = time.perf_counter() - began
         return state, row
 

@@ -66,7 +66,7 @@ class Ledger:
             if line.endswith(b"\n"):
                 try:
                     rows.append(msgspec.json.decode(line, type=Row))
-                except msgspec.DecodeError as error:
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     raise ValueError(f"{path} line {len(rows) + 1} is not a ledger row: {error}") from None
         return Ledger(rows)
 

@@ -201,7 +201,7 @@ def environment(**more: Any) -> dict[str, Any]:
     return {
         "fedveil": fedveil.__version__,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "numpy": numpy.__version__,
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),

@@ -105,6 +105,7 @@ class Task:
         loss: str | Loss = "cross-entropy",
         device: str | torch.device = "cpu",
     ) -> None:
+        _refuse_impure(model, data.x[:2])
         self.device = torch.device(device)
         self.data, self.clients = data, split
         self.loss = LOSSES[loss] if isinstance(loss, str) else loss
@@ -113,8 +114,7 @@ class Task:
         self._models = _PerThread(copy.deepcopy(model).to(self.device).train())
         self.layout = Layout.of(model)
         self.initial = self.layout.join(dict(model.named_parameters())).detach().to(self.device, torch.float32).clone()
-        _refuse_impure(model, data.x[:2])
-        self.work = _work(model, data.x[:1])
+        self.work = _work(model, data.x[:2])
         self.stackable = self._try_vmap()
 
     def f(self, w: Tensor, x: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ def _work(model: nn.Module, x: Tensor) -> int:
         nonlocal total
         weight = getattr(layer, "weight", None)
         if isinstance(out, Tensor) and isinstance(weight, Tensor):
-            total += out.numel() * weight[0].numel()
+            total += out.numel() * weight[0].numel() // len(x)
 
     probe = copy.deepcopy(model).cpu()
     for layer in probe.modules():

@@ -209,7 +209,7 @@ TOKENS = from_tensors(
 def test_impossible_splits_say_why_in_a_sentence(wrong: str, call) -> None:
     with pytest.raises(ValueError, match=wrong) as caught:
         call(balanced(100))
-    assert str(caught.value).endswith(".")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

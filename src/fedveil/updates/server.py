@@ -82,7 +82,7 @@ class Merge:
         share = (weights / weights.sum()).to(updates.dtype)
         match self.kind:
             case "clip":
-                norms = torch.linalg.vector_norm(updates, dim=1, keepdim=True)
+                norms: Tensor = torch.linalg.vector_norm(updates, dim=1, keepdim=True)
                 return share @ (updates * (self.clip / norms.clamp(min=self.clip)))
             case "median":
                 ordered = updates.sort(dim=0).values

@@ -1,0 +1,78 @@
+"""The local engine: how it stacks, what a failing client costs, and debug mode."""
+
+import pytest
+import torch
+
+import fedveil as fv
+from fedveil import recipe
+from fedveil.engines import Local
+from fedveil.engines.local import LARGE, ClientFailure
+from toys import linear_task
+
+
+class Guilty(fv.FedAvg):
+    """Client 2 fails whenever it is in a stack."""
+
+    def train(self, crowd, question):
+        if 2 in crowd.clients:
+            raise ArithmeticError("client 2 divides by zero")
+        return super().train(crowd, question)
+
+
+def test_an_exception_is_bisected_to_the_guilty_client():
+    task = linear_task(6, 36)
+    result = fv.run(task, Guilty(), rounds=1, cohort=6, engine=Local(stack=6, workers=1))
+    assert result.ledger.rows[0].missing == {"2": "failed: ArithmeticError: client 2 divides by zero"}
+    assert set(result.ledger.rows[0].up) == {"0", "1", "3", "4", "5"}
+    others = fv.run(task, Guilty(), rounds=1, cohort=6, engine=Local(stack=1, workers=1))
+    torch.testing.assert_close(result.weights, others.weights, atol=1e-6, rtol=0)
+
+
+def test_debug_names_the_client_the_question_and_the_shapes():
+    with pytest.raises(
+        ClientFailure, match=r"client 2 failed at Train in round 1 \(.*weights 8.*records 6\)"
+    ) as failure:
+        fv.run(linear_task(), Guilty(), rounds=1, cohort=4, engine=Local(debug=True))
+    assert isinstance(failure.value.__cause__, ArithmeticError)
+
+
+def test_out_of_memory_halves_the_stack_and_stays_small():
+    sizes = []
+
+    class Hungry(fv.FedAvg):
+        def train(self, crowd, question):
+            sizes.append(len(crowd))
+            if len(crowd) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().train(crowd, question)
+
+    result = fv.run(linear_task(8, 40), Hungry(), rounds=2, cohort=8, engine=Local(workers=1))
+    assert not any(row.missing for row in result.ledger.rows)
+    assert sizes == [8, 4, 2, 2, 4, 2, 2, 2, 2, 2, 2]
+
+
+def test_clients_of_like_size_are_stacked_together():
+    stacks = []
+
+    class Watch(fv.FedAvg):
+        def train(self, crowd, question):
+            stacks.append(crowd.rows.counts.tolist())
+            return super().train(crowd, question)
+
+    task = linear_task(6, 63, uneven=True)
+    fv.run(task, Watch(), rounds=1, cohort=6, engine=Local(stack=2, workers=1))
+    assert stacks == [[3, 6], [9, 12], [15, 18]]
+
+
+def test_small_models_are_stacked_and_large_ones_spread_over_workers():
+    small = recipe.read("digits/fedavg").build()
+    assert small.work < LARGE
+    engine = Local()
+    fv.run(small, fv.FedAvg(), rounds=1, cohort=4, engine=engine)
+    assert engine._lanes == 1
+    assert engine._fits >= 4
+
+
+def test_impossible_settings_are_refused():
+    with pytest.raises(ValueError, match="at least 1"):
+        Local(stack=0)
