@@ -63,14 +63,14 @@ def _race(data: fv.Data, model_name: str, batch: int, lr: float, turns: int, lea
     models.initialise(model, seed.child("weights"))
     task = fv.Task(model, data, fv.split("iid", data, 100, seed))
     method = fv.FedAvg(local=fv.Local(lr=lr, epochs=1, batch=batch))
-    ours = Federation(task, method, LocalEngine(), Sampling(size=10), seed, evaluate_every=10**9)
+    ours = Federation(task, method, LocalEngine(), Sampling(size=10), seed, evaluate_every=10**8)
     loop = Loop(task, model, batch, lr)
     state, done = method.begin(task), 0
 
     def our_round() -> None:
         nonlocal state, done
         done += 1
-        state, _ = ours.step(state, done)
+        state, _ = ours.step(state, done, 10**9)
 
     def their_round() -> None:
         loop.round(done, seed)
@@ -122,13 +122,13 @@ def many_clients() -> dict[str, float]:
 
 def _stepper(task: fv.Task, seed: fv.Seed) -> object:
     method = fv.FedAvg(local=fv.Local(batch=10))
-    federation = Federation(task, method, LocalEngine(), Sampling(size=10), seed, evaluate_every=10**9)
+    federation = Federation(task, method, LocalEngine(), Sampling(size=10), seed, evaluate_every=10**8)
     state, done = method.begin(task), 0
 
     def step() -> None:
         nonlocal state, done
         done += 1
-        state, _ = federation.step(state, done)
+        state, _ = federation.step(state, done, 10**9)
 
     return step
 
@@ -141,5 +141,3 @@ def _blobs(records: int, shape: tuple[int, ...]) -> fv.Data:
     x = torch.randn(records, *shape, generator=draw).mul_(2).add_(patterns[y])
     cut = max(1000, records // 100)
     return from_tensors(x, y, x[:cut], y[:cut], name="blobs")
-
-

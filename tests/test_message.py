@@ -40,7 +40,9 @@ from fedveil.message import (
     unframe,
     unpack,
 )
-from fedveil.updates.raw import FairUpdate, Train, Update
+from fedveil.updates.codec import Update
+from fedveil.updates.down import Train
+from fedveil.updates.raw import FairUpdate
 
 REASONS = {
     *("truncated", "trailing bytes", "too large", "malformed", "not a frame", "wrong version", "wrong kind"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +19,7 @@ from fedveil.data import from_tensors
 from fedveil.engines import Local
 from fedveil.federation import Clients, Letter, Reply
 from fedveil.message import Answer, Question, Record, Refused, Shape, Weights
+from fedveil.runs import RunFolder
 
 
 def linear_task(clients: int = 4, records: int = 24, seed: int = 0, uneven: bool = False) -> fv.Task:
@@ -34,6 +38,16 @@ def linear_task(clients: int = 4, records: int = 24, seed: int = 0, uneven: bool
         model.weight.copy_(torch.arange(6.0).view(2, 3) / 10)
         model.bias.zero_()
     return fv.Task(model, data, split)
+
+
+def kept(path: Path) -> tuple[Any, ...]:
+    """What a run folder holds, to be compared: state and memories bit for bit, rows without their seconds."""
+    with contextlib.closing(RunFolder(path)) as folder:
+        saved = folder.load()
+    assert saved
+    memory = {k: [(r, s, message.pack(record)) for r, s, record in entries] for k, entries in saved.memory.items()}
+    rows = [msgspec.structs.replace(row, seconds=0) for row in fv.Ledger.read(path / "ledger.jsonl").rows]
+    return saved.round, message.pack(saved.state), memory, rows
 
 
 # ---------------------------------------------------------------------------------------------------- toy methods
@@ -240,4 +254,4 @@ def _serve(clients: Clients, pipe: Any) -> None:
             pipe.send_bytes(reply.problem.encode())
 
 
-__all__ = ["FourStages", "LastReference", "OtherProcess", "Refused", "Tamper", "Twice", "linear_task"]
+__all__ = ["FourStages", "LastReference", "OtherProcess", "Refused", "Tamper", "Twice", "kept", "linear_task"]

@@ -45,7 +45,7 @@ DEMO = ["digits/fedavg", "digits/fedprox", "digits/scaffold", "digits/q-fedavg",
 INTERRUPTED = 130
 PICTURED = 5000  # clients of a split that is worth a picture
 LINE_EVERY = 5.0  # seconds, where stderr is no terminal
-BUG = "This is no mistake in the command but an error in fedveil or in the method; please report it."
+BUG = "fedveil did not expect this; please report it with the recipe."
 
 out = Console(markup=False, highlight=False, emoji=False)
 err = Console(markup=False, highlight=False, emoji=False, stderr=True)
@@ -119,6 +119,7 @@ Stack = Annotated[int | None, _option("--stack", "N|auto", "Clients trained as o
 Workers = Annotated[int | None, _option("--workers", "N|auto", "Stacks trained side by side.", parser=_number)]
 Debug = Annotated[bool, _option("--debug", None, "One client at a time; the first failure ends the run.")]
 Noise = Annotated[bool, _option("--insecure-test-noise", None, "Fix the private randomness, for tests only.")]
+Version = Annotated[bool, _option("--version", None, "Print the version.")]
 Shown = Annotated[Format, _option("--format", "table|json", "What stdout gets; by default a table.")]
 
 
@@ -155,8 +156,8 @@ class Job:
 
     @staticmethod
     def new(path: Path, plan: Recipe, where: Where) -> Job:
-        more = msgspec.structs.asdict(where) | {"torch": str(torch.__version__)}
-        return Job(path, plan, environment(command=shlex.join(["fedveil", *sys.argv[1:]]), **more))
+        command = shlex.join(["fedveil", *sys.argv[1:]])
+        return Job(path, plan, environment(command=command, **msgspec.structs.asdict(where)))
 
     @staticmethod
     def held(path: Path) -> Job:
@@ -171,12 +172,7 @@ class Job:
             raise ValueError(f"{path / 'environment.json'} is damaged: {error}") from None
         with closing(RunFolder(path)) as folder:
             saved = folder.load()
-        done, file = saved.round if saved else 0, path / "ledger.jsonl"
-        rows = Ledger.read(file).rows[:done] if done else []
-        if len(rows) < done:
-            raise ValueError(
-                f"{file} has {len(rows)} rows but the checkpoint is of round {done}; the ledger is damaged"
-            )
+            rows = folder.ledger(saved.round if saved else 0).rows
         return Job(path, recipe.read(str(path / "recipe.toml")), known, Ledger(rows))
 
     @property
@@ -211,6 +207,7 @@ class Job:
         with closing(RunFolder(self.path)) as folder, Watch(self) as watch:
             folder.describe(plan.toml(), dict(self.environment))
             _picture(task, self.path / "split.svg")
+            say(f"{plan.method.name}, {plan.rounds} rounds, in {self.path}")
             try:
                 result = fedveil.run(
                     task,
@@ -226,11 +223,9 @@ class Job:
                     stop=stop,
                     insecure_test_noise=plan.seed if where.insecure_test_noise else None,
                 )
-            except (ClientFailure, Refused) as error:
-                raise click.ClickException(str(error)) from None
             except Exception as error:
-                if str(error).startswith("no client answered"):
-                    raise click.ClickException(str(error)) from None
+                if isinstance(error, (ClientFailure, Refused)) or str(error).startswith("no client answered"):
+                    raise click.ClickException(f"the run ended early: {error}") from None
                 error.add_note(BUG)
                 raise
         self.ledger = result.ledger
@@ -247,12 +242,12 @@ class Watch:
     """Progress on stderr: one line that renews itself on a terminal, elsewhere a line every few seconds."""
 
     def __init__(self, job: Job) -> None:
-        self.name, self.rounds, self.first = job.path.name, job.recipe.rounds, len(job.ledger.rows)
+        self.rounds, self.first = job.recipe.rounds, len(job.ledger.rows)
         self.up, self.accuracy = sum(row.bytes_up for row in job.ledger.rows), ""
         self.began, self.told = time.monotonic(), -LINE_EVERY
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=10))
         self.bar = Progress(*columns, console=err, disable=not err.is_terminal)
-        self.line = self.bar.add_task(f"{self.name} {self.first}/{self.rounds}", total=self.rounds)
+        self.line = self.bar.add_task(f"round {self.first}/{self.rounds}", total=self.rounds)
 
     def __enter__(self) -> Watch:
         self.bar.start()
@@ -267,8 +262,8 @@ class Watch:
             self.accuracy = f"  accuracy {row.metrics['accuracy']:.4f}"
         now = time.monotonic()
         left = round((now - self.began) / (row.round - self.first) * (self.rounds - row.round))
-        line = f"{self.name} {row.round}/{self.rounds}{self.accuracy}  {decimal(self.up)} up"
-        line += f"  {datetime.timedelta(seconds=left)} left"
+        line = f"round {row.round}/{self.rounds}{self.accuracy}  {decimal(self.up)} up"
+        line += f"  {datetime.timedelta(seconds=left)} left" if left else ""
         self.bar.update(self.line, completed=row.round, description=line)
         if self.bar.disable and now - self.told >= LINE_EVERY:
             self.told = now
@@ -295,6 +290,7 @@ class Interrupt:
         if self.asked:  # run folders survive a kill at any moment; an exception would wait for the engine's threads
             err.show_cursor()
             say(f"aborted; {self.hint} goes on from the last finished round")
+            os.write(2, b"\n" if err.is_terminal else b"")  # leave the line of the bar
             os._exit(INTERRUPTED)
         self.asked = True
         say("stopping after this round; Ctrl-C again aborts at once")
@@ -340,7 +336,7 @@ def _comparison(jobs: Sequence[Job]) -> None:
 
 
 @app.callback(invoke_without_command=True)
-def root(context: typer.Context, version: Annotated[bool, _option("--version", None, "Print it.")] = False) -> None:
+def root(context: typer.Context, version: Version = False) -> None:
     """Federated learning in which no raw gradient leaves a client.
 
     Start with: fedveil run digits/fedavg
@@ -624,5 +620,5 @@ def _seen(value: Any) -> Any:
 def _line(value: Any) -> str:
     if not isinstance(value, dict):
         return repr(value)
-    extent = "  ".join(f"{name} {value[name]:.4g}" for name in ("min", "max", "mean", "norm"))
+    extent = "  ".join(f"{name} {value[name]:.3g}" for name in ("min", "max", "mean", "norm"))
     return f"{value['dtype']} {value['shape']}  {extent}"

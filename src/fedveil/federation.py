@@ -43,15 +43,16 @@ class Method:
     round(state, cohort)    -> state      the server: ask the cohort, merge what comes back
     answer[type(question)]  : (crowd, question) -> one answer a client of the crowd, in its order
 
-    A subclass that states a `name` is entered in `METHODS` and can be used in recipes under it.
+    A subclass that states a `name` is entered in the `registry` and can be used in recipes under it.
     """
 
     name: ClassVar[str]
     about: ClassVar[About]
+    registry: ClassVar[dict[str, type[Method]]] = {}
 
     def __init_subclass__(cls) -> None:
         if "name" in cls.__dict__:
-            METHODS[cls.name] = cls
+            cls.registry[cls.name] = cls
 
     def begin(self, task: Task) -> State:
         raise NotImplementedError
@@ -72,7 +73,7 @@ class Method:
         return task.sizes
 
 
-METHODS: dict[str, type[Method]] = {}
+METHODS = Method.registry
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,7 @@ class Reply:
     frame: bytes = b""
     problem: str = ""
     passes: int = 0  # records run forward and backward for this reply's stack, known in simulation only
+    figures: Mapping[str, float] = field(default_factory=dict)  # what the client measured, known in simulation only
 
 
 class Engine(Protocol):
@@ -203,6 +205,7 @@ class _Round:
     run: bytes
     seed: Seed
     row: Row
+    rounds: int
     serial: int = 0
 
 
@@ -235,6 +238,15 @@ class Cohort:
         if not chosen <= set(self.ids):
             raise ValueError(f"clients {sorted(chosen - set(self.ids))} are not in this cohort")
         return Cohort(tuple(k for k in self.ids if k in chosen), self._shared)
+
+    @property
+    def rounds_left(self) -> int:
+        """How many rounds come after this one."""
+        return self._shared.rounds - self.round
+
+    def refuse(self, client: int, why: Refused) -> None:
+        """Note that a client's answer, though well formed, cannot be used."""
+        self._shared.row.missing[str(client)] = f"refused: {why}"
 
     def note(self, **figures: float) -> None:
         """Put figures of the method's own (a cosine, a norm) into this round's row of the ledger."""
@@ -292,8 +304,11 @@ class Cohort:
         """Check every reply; the first valid one of a client counts, and nothing else changes anything."""
         shared = self._shared
         answers: dict[int, Answer] = {}
+        figures: dict[str, list[float]] = {}
         for reply in replies:
             shared.row.passes += reply.passes
+            for name, value in reply.figures.items():
+                figures.setdefault(name, []).append(value)
             if reply.client not in questions:
                 shared.row.events.append(f"client {reply.client}: refused: unknown client: it was not asked")
                 continue
@@ -314,6 +329,7 @@ class Cohort:
                     shared.row.events.append(f"client {reply.client}: {missing.pop(reply.client)}, then it answered")
             except Refused as error:
                 missing[reply.client] = f"refused: {error}"
+        self.note(**{name: sum(values) / len(values) for name, values in figures.items()})
         return answers
 
 
@@ -362,6 +378,7 @@ class Crowd:
     notes: list[dict[str, Any]]  # what each client keeps until the round closes
     passes: int = 0
     kept: list[Record] | None = None
+    figures: dict[str, list[float]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -382,6 +399,10 @@ class Crowd:
     def remember(self, records: Sequence[Record]) -> None:
         """What each client will find in `memory` in a later round, if this answer goes through."""
         self.kept = list(records)
+
+    def measure(self, **figures: Tensor) -> None:
+        """Figures of each client [C] that a simulation reports as their mean in the ledger; they are not sent."""
+        self.figures.update({name: values.tolist() for name, values in figures.items()})
 
     def recall(self, key: str) -> list[Any]:
         """What each client noted earlier in this round."""
@@ -429,10 +450,11 @@ class Clients:
         )
         answers = self.method.answer[type(question)](crowd, question)
         replies = []
-        for letter, answer in zip(letters, answers, strict=True):
+        for i, (letter, answer) in enumerate(zip(letters, answers, strict=True)):
             message.check(answer, self.method.schema(self.task, question, letter.client))
-            replies.append(Reply(letter.client, message.frame(answer, letter.envelope), passes=crowd.passes))
-            crowd.passes = 0  # the stack's passes are told once
+            figures = {name: values[i] for name, values in crowd.figures.items()}
+            frame = message.frame(answer, letter.envelope)
+            replies.append(Reply(letter.client, frame, passes=crowd.passes if i == 0 else 0, figures=figures))
         for client, record in zip(ids, crowd.kept or (), strict=crowd.kept is not None):
             self.memory.keep(client, round_, serial, record)
         return replies
@@ -470,23 +492,23 @@ class Federation:
         self.clients = Clients(self.method, self.task, self.run, self.seed, self.secret)
         self.engine.open(self.clients)
 
-    def step(self, state: State, number: int, last: bool = False) -> tuple[State, Row]:
-        """Round `number` (from 1): draw a cohort, let the method do its round, evaluate."""
+    def step(self, state: State, number: int, rounds: int) -> tuple[State, Row]:
+        """Round `number` of `rounds` (from 1): draw a cohort, let the method do its round, evaluate."""
         began = time.perf_counter()
         seed = self.seed.child("round", number)
         ids = self.plan.draw(self.task, seed.child("cohort"))
         row = Row(round=number, cohort=list(ids))
-        cohort = Cohort(ids, _Round(self.task, self.method, self.engine, self.plan, self.run, seed, row))
+        cohort = Cohort(ids, _Round(self.task, self.method, self.engine, self.plan, self.run, seed, row, rounds))
         try:
             if not ids:
                 raise BelowQuorum("the draw chose nobody")
             state = self.method.round(state, cohort)
         except BelowQuorum as error:
             row.events.append(f"below quorum: {error}; the weights stay as they were")
-        if number % self.evaluate_every == 0 or last:
-            measured = self.task.evaluate(state.weights)
-            row.metrics.update({name: value for name, value in measured.items() if math.isfinite(value)})
-            row.events += [f"{name} is not finite: the run diverged" for name in measured if name not in row.metrics]
+        if number % self.evaluate_every == 0 or number == rounds:
+            row.metrics.update(self.task.evaluate(state.weights))
+        for name in [name for name, value in row.metrics.items() if not math.isfinite(value)]:
+            row.events.append(f"{name} is {row.metrics.pop(name)}: the run may have diverged")  # no such number in JSON
         row.seconds = time.perf_counter() - began
         return state, row
 
@@ -541,7 +563,7 @@ def run(
         for number in range(done + 1, rounds + 1):
             if finished:
                 break
-            state, row = federation.step(state, number, last=number == rounds)
+            state, row = federation.step(state, number, rounds)
             ledger.append(row)
             if home:
                 home.save(federation.run, number, state, federation.clients.memory.entries)

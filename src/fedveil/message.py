@@ -55,6 +55,7 @@ _LENGTH = struct.Struct("<I")
 _HEAD_LIMIT = 1 << 16  # a head holds scalars and shapes; what is longer is not ours
 _DIMS_LIMIT = 8
 _DETAIL_LIMIT = 300  # a refusal quotes what was found, and a ledger must not swell with it
+_FIELDS = msgspec.msgpack.Decoder(list[msgspec.Raw])
 SERVER = 0xFFFFFFFF  # the client field of a frame that belongs to no client
 
 
@@ -87,27 +88,30 @@ class Question(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Shape:
-    """The schema of one tensor: dimension names (bound by `Method.schema`) or numbers, dtype and range.
+    """The schema of one tensor: dimensions and dtype, each a name (bound by `Method.schema`) or itself, and range.
 
     A name may stand for several dimensions: "input" is (1, 28, 28) on MNIST.
     """
 
     dims: tuple[str | int, ...]
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | str = torch.float32
     low: float = -1e6  # a weight or an update beyond a million is a fault, and its square overflows a float
     high: float = 1e6
     simplex: bool = False  # the last dimension is a probability vector
 
-    def bind(self, sizes: Mapping[str, Size]) -> tuple[int, ...]:
-        """The numbers behind the names."""
+    def bind(self, sizes: Mapping[str, Size]) -> tuple[torch.dtype, tuple[int, ...]]:
+        """The dtype and the shape behind the names."""
         shape: list[int] = []
         for dim in self.dims:
             size = sizes[dim] if isinstance(dim, str) else dim
+            assert not isinstance(size, torch.dtype), f"{dim} is a dimension"
             shape.extend(size if isinstance(size, tuple) else (size,))
-        return tuple(shape)
+        dtype = sizes[self.dtype] if isinstance(self.dtype, str) else self.dtype
+        assert isinstance(dtype, torch.dtype), f"{self.dtype} is a dtype"
+        return dtype, tuple(shape)
 
 
-Size = int | tuple[int, ...]
+Size = int | tuple[int, ...] | torch.dtype
 Weights = Annotated[Tensor, Shape(("weights",))]
 Count = Annotated[int, Meta(ge=1, le=10**9)]
 R = TypeVar("R", bound=Record)
@@ -230,8 +234,12 @@ def unpack(payload: bytes | memoryview, record: type[R]) -> R:
             raise Refused("malformed", "the padding behind a tensor is not zero bytes")
         return torch.frombuffer(view[start : start + size], dtype=dtype).view(shape)
 
+    head = view[_LENGTH.size : end]
     try:
-        result = msgspec.msgpack.decode(view[_LENGTH.size : end], type=record, dec_hook=settle)
+        found, wanted = len(_FIELDS.decode(head)), len(record.__struct_fields__)
+        if found != wanted:  # msgspec would fill a missing field with its default
+            raise Refused("wrong field", f"{record.__name__} has {wanted} fields, not {found}")
+        result = msgspec.msgpack.decode(head, type=record, dec_hook=settle)
     except msgspec.ValidationError as error:
         raise Refused("wrong field", f"{record.__name__}: {_plain(error)}") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, MemoryError) as error:
@@ -303,10 +311,11 @@ def check(record: Record, sizes: Mapping[str, Size]) -> None:
 
 
 def _check_tensor(name: str, tensor: Tensor, schema: Shape, sizes: Mapping[str, Size]) -> None:
-    if tensor.dtype != schema.dtype:
-        raise Refused("wrong dtype", f"{name} is {tensor.dtype}, expected {schema.dtype}")
-    if tuple(tensor.shape) != schema.bind(sizes):
-        raise Refused("wrong shape", f"{name} is {tuple(tensor.shape)}, expected {schema.bind(sizes)}")
+    dtype, shape = schema.bind(sizes)
+    if tensor.dtype != dtype:
+        raise Refused("wrong dtype", f"{name} is {tensor.dtype}, expected {dtype}")
+    if tuple(tensor.shape) != shape:
+        raise Refused("wrong shape", f"{name} is {tuple(tensor.shape)}, expected {shape}")
     ordered = tensor.long() if tensor.dtype == torch.uint32 else tensor  # torch does not order uint32
     low, high = (float(v) for v in torch.aminmax(ordered))  # one pass; NaN comes through
     if not (math.isfinite(low) and math.isfinite(high)):
@@ -323,7 +332,8 @@ def size_limit(record: type[Record], sizes: Mapping[str, Size]) -> int:
     """The most bytes a frame of this kind can have."""
     total = _PREFIX.size + 1024
     for schema in fields(record).values():
-        total += math.prod(schema.bind(sizes)) * schema.dtype.itemsize + 8
+        dtype, shape = schema.bind(sizes)
+        total += math.prod(shape) * dtype.itemsize + 8
     return total
 
 

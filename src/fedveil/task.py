@@ -111,7 +111,8 @@ class Task:
         self.loss = LOSSES[loss] if isinstance(loss, str) else loss
         self.x, self.y = data.x.to(self.device), data.y.to(self.device)
         self.test_x, self.test_y = data.test_x.to(self.device), data.test_y.to(self.device)
-        self._models = _PerThread(copy.deepcopy(model).to(self.device).train())
+        self.model = copy.deepcopy(model).to(self.device).train()
+        self._models = _PerThread(self.model)
         self.layout = Layout.of(model)
         self.initial = self.layout.join(dict(model.named_parameters())).detach().to(self.device, torch.float32).clone()
         self.work = _work(model, data.x[:2])
@@ -125,12 +126,6 @@ class Task:
         """The loss of each record, [B]."""
         return self.loss(self.f(w, x), y)
 
-    def stacked_losses(self, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """The same for C clients, each with weights of its own: [C, d], [C, B, …], [C, B] -> [C, B]."""
-        if len(w) == 1:
-            return self.losses(w[0], x[0], y[0])[None]
-        return vmap(self.losses)(w, x, y)
-
     def gradient(self, w: Tensor, x: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Each client's gradient of its mean loss, [C, d], and that loss, [C].
 
@@ -138,7 +133,7 @@ class Task:
         with none has gradient 0.
         """
         w = w.detach().requires_grad_()
-        mean = (self.stacked_losses(w, x, y) * mask).sum(1) / mask.sum(1).clamp(min=1)
+        mean = (stacked(self.losses)(w, x, y) * mask).sum(1) / mask.sum(1).clamp(min=1)
         (gradient,) = torch.autograd.grad(mean.sum(), w)
         return gradient, mean.detach()
 
@@ -189,6 +184,17 @@ class Task:
             warnings.warn(f"this model cannot be stacked and trains one client at a time: {reason}", stacklevel=3)
             return False
         return True
+
+
+def stacked(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function` of one client's tensors -> the same of C clients' tensors stacked; a stack of one needs no vmap."""
+
+    def over(*tensors: Tensor) -> Tensor:
+        if len(tensors[0]) == 1:
+            return function(*(t[0] for t in tensors))[None]
+        return vmap(function)(*tensors)
+
+    return over
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from toys import linear_task
 class Guilty(fv.FedAvg):
     """Client 2 fails whenever it is in a stack."""
 
-    def train(self, crowd, question):
+    def update(self, crowd, w):
         if 2 in crowd.clients:
             raise ArithmeticError("client 2 divides by zero")
-        return super().train(crowd, question)
+        return super().update(crowd, w)
 
 
 def test_an_exception_is_bisected_to_the_guilty_client():
@@ -40,11 +40,11 @@ def test_out_of_memory_halves_the_stack_and_stays_small():
     sizes = []
 
     class Hungry(fv.FedAvg):
-        def train(self, crowd, question):
+        def update(self, crowd, w):
             sizes.append(len(crowd))
             if len(crowd) > 2:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().train(crowd, question)
+            return super().update(crowd, w)
 
     result = fv.run(linear_task(8, 40), Hungry(), rounds=2, cohort=8, engine=Local(workers=1))
     assert not any(row.missing for row in result.ledger.rows)
@@ -55,9 +55,9 @@ def test_clients_of_like_size_are_stacked_together():
     stacks = []
 
     class Watch(fv.FedAvg):
-        def train(self, crowd, question):
+        def update(self, crowd, w):
             stacks.append(crowd.rows.counts.tolist())
-            return super().train(crowd, question)
+            return super().update(crowd, w)
 
     task = linear_task(6, 63, uneven=True)
     fv.run(task, Watch(), rounds=1, cohort=6, engine=Local(stack=2, workers=1))

@@ -8,30 +8,18 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 from msgspec import Meta
+from msgspec.structs import replace
 from torch import Tensor
 
 from fedveil import message
-from fedveil.federation import About, Cohort, Crowd, Method, State
-from fedveil.message import Answer, Count, Question, Record, Weights
+from fedveil.federation import About, Answers, BelowQuorum, Cohort, Crowd, Method, State
+from fedveil.message import Answer, Question, Record, Refused, Size, Weights
 from fedveil.task import Task
+from fedveil.updates.codec import Codec, Raw, Update
+from fedveil.updates.down import Down, Follow, Held, Train, TrainFrom, TrainFull, TrainHere
+from fedveil.updates.fit import cosine, normal
 from fedveil.updates.local import Local, full_gradient
 from fedveil.updates.server import Merge, Server, ServerState
-
-
-@message.kind(3)
-class Update(Answer, frozen=True):
-    """w_k - w, and the number of records behind it."""
-
-    update: Weights
-    records: Count
-
-
-@message.kind(4)
-class Train(Question, frozen=True):
-    """Train from these weights on your own records."""
-
-    reply = Update
-    weights: Weights
 
 
 def raw_about(summary: str, sends: str, paper: str) -> About:
@@ -48,7 +36,14 @@ def raw_about(summary: str, sends: str, paper: str) -> About:
 
 @dataclass(frozen=True)
 class FedAvg(Method):
-    """Local training, then the mean of the updates (McMahan et al. 2017, algorithm 1)."""
+    """Local training, then the mean of the updates (McMahan et al. 2017, algorithm 1).
+
+    up, down:    how an update travels to the server, and the server's to the clients (None: full weights)
+    feedback:    a client adds what the codec lost of its update to its next one (Seide et al. 2014)
+    full_rounds: the last so many rounds send full updates and full weights (TOFU's switch₂)
+    clip, noise: cut each update's norm to `clip` and add Gaussian noise of deviation noise × clip to each weight,
+                 before it is encoded; without accounting, so it promises nothing by itself
+    """
 
     name: ClassVar[str] = "fedavg"
     about: ClassVar[About] = raw_about(
@@ -58,34 +53,127 @@ class FedAvg(Method):
     )
 
     local: Local = field(default_factory=Local)
+    up: Codec = field(default_factory=Raw)
+    down: Codec | None = None
     server: Server = field(default_factory=Server)
     merge: Merge = field(default_factory=Merge)
+    feedback: bool = False
+    full_rounds: int = 0
+    clip: float | None = None
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.full_rounds < 0 or self.noise < 0 or (self.clip is not None and self.clip <= 0):
+            raise ValueError("full_rounds and noise are 0 or more, and clip is above 0")
+        if self.noise and self.clip is None:
+            raise ValueError("noise is relative to clip; set clip too")
 
     def begin(self, task: Task) -> State:
+        for codec in (self.up, self.down):
+            if codec:
+                codec.refuse(task)
         return self.server.begin(task.initial)
 
     def round(self, state: ServerState, cohort: Cohort) -> State:
-        answers = cohort.ask(Train(state.weights))
+        if cohort.rounds_left < self.full_rounds:
+            return self.full_round(state, cohort)
+        down = Down(self.down)
+        base, question, cohort = down.reach(state, cohort)
+        answers = cohort.ask(question)
+        delta = self.merged(base, answers, cohort)
+        return down.step(self.server, state, delta, cohort)
+
+    def full_round(self, state: ServerState, cohort: Cohort) -> State:
+        """Full weights down, full updates up."""
+        answers = cohort.ask(TrainFull(state.weights))
         device = cohort.task.device
-        return self.server.step(state, self.merge(answers.stack("update", device), answers.stack("records", device)))
+        delta = self.merge(answers.stack("update", device), answers.stack("records", device))
+        return self.server.step(state, delta)
+
+    def merged(self, base: Tensor, answers: Answers, cohort: Cohort) -> Tensor:
+        """Decode at the weights the clients had and merge; an update that does not decode is refused by name."""
+        task, usable = cohort.task, {}
+        for client, payload in answers.items():
+            try:
+                self.up.check(task, payload)
+                usable[client] = payload
+            except Refused as error:
+                cohort.refuse(client, error)
+        decoded = (
+            self.up.decode(task, base.expand(len(usable), -1), list(usable.values())) if usable else base[None, :0]
+        )
+        finite = decoded.isfinite().all(1).tolist() if usable else []
+        for client, fine in zip(usable, finite, strict=True):
+            if not fine:
+                cohort.refuse(client, Refused("not finite", "the decoded update holds a value that is not a number"))
+        if not any(finite):
+            raise BelowQuorum("no update could be decoded")
+        rows = torch.tensor(finite, device=decoded.device)
+        records = torch.tensor([p.records for p in usable.values()], device=decoded.device)
+        return self.merge(decoded[rows], records[rows])
+
+    def reply(self, question: Question) -> type[Answer]:
+        return self.up.payload if isinstance(question, Train | TrainHere | TrainFrom) else type(question).reply
+
+    def schema(self, task: Task, question: Question, client: int) -> Mapping[str, Size]:
+        return self.up.sizes(task) if isinstance(question, Train | TrainHere | TrainFrom) else task.sizes
 
     @property
     def answer(self) -> Mapping[type[Question], Callable[[Crowd, Any], Sequence[Answer]]]:
-        return {Train: self.train}
+        down = Down(self.down)
+        return {
+            Train: lambda crowd, q: self.encoded(crowd, q.weights.to(crowd.task.device)),
+            TrainFull: lambda crowd, q: self.raw(crowd, q.weights.to(crowd.task.device)),
+            Follow: down.follow,
+            TrainHere: lambda crowd, q: self.encoded(crowd, down.held(crowd, q)),
+            TrainFrom: lambda crowd, q: self.encoded(crowd, down.drawn(crowd, q)),
+        }
 
-    def train(self, crowd: Crowd, question: Train) -> list[Update]:
-        w = question.weights.to(crowd.task.device)
+    def update(self, crowd: Crowd, w: Tensor) -> Tensor:
+        """Each client's update after local training from `w` [d], [C, d]."""
         trained, _ = self.local.train(crowd, w, self.correction(w))
-        return updates(crowd, trained - w)
+        return trained - w
 
     def correction(self, w: Tensor) -> Callable[[Tensor], Tensor] | None:
         """What is added to each local gradient: nothing."""
         return None
 
+    def raw(self, crowd: Crowd, w: Tensor) -> list[Update]:
+        return counted(crowd, Raw().encode(crowd.task, w, self.privatised(crowd, self.update(crowd, w)), [], crowd))
 
-def updates(crowd: Crowd, delta: Tensor) -> list[Update]:
-    """Rows of [C, d] as answers."""
-    return [Update(row, int(n)) for row, n in zip(delta.cpu(), crowd.rows.counts, strict=True)]
+    def encoded(self, crowd: Crowd, w: Tensor) -> list[Any]:
+        """Train, add what was lost last time, encode, and remember what is lost this time."""
+        task, true = crowd.task, self.privatised(crowd, self.update(crowd, w))
+        if isinstance(self.up, Raw):
+            return counted(crowd, self.up.encode(task, w, true, [], crowd))
+        if self.feedback:
+            true = true + torch.stack([lost(m, w) for m in crowd.memory])
+        base = w.expand(len(crowd), -1)
+        payloads = self.up.encode(task, base, true, crowd.seeds("encoding"), crowd)
+        decoded = self.up.decode(task, base, payloads)
+        crowd.measure(cosine=cosine(decoded, true))
+        if self.feedback:
+            kept = [m or Held() for m in crowd.memory]
+            crowd.remember([replace(m, residual=r) for m, r in zip(kept, (true - decoded).cpu(), strict=True)])
+        return counted(crowd, payloads)
+
+    def privatised(self, crowd: Crowd, updates: Tensor) -> Tensor:
+        """Clipped to norm `clip`, with noise from each client's private root."""
+        if self.clip is None:
+            return updates
+        norms = torch.linalg.vector_norm(updates, dim=1, keepdim=True)
+        updates = updates * (self.clip / norms.clamp(min=self.clip))
+        return updates + self.noise * self.clip * normal(crowd.secrets("noise"), "", updates.shape[1:], updates.device)
+
+
+def counted(crowd: Crowd, payloads: Sequence[Any]) -> list[Any]:
+    """Payloads with the number of records behind each."""
+    return [replace(payload, records=int(n)) for payload, n in zip(payloads, crowd.rows.counts, strict=True)]
+
+
+def lost(memory: Held | None, w: Tensor) -> Tensor:
+    """What the codec has lost of a client's updates so far, [d]."""
+    return torch.zeros_like(w) if memory is None or memory.residual is None else memory.residual.to(w.device)
 
 
 @dataclass(frozen=True)
@@ -116,9 +204,8 @@ class FedSGD(FedAvg):
         "McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017",
     )
 
-    def train(self, crowd: Crowd, question: Train) -> list[Update]:
-        gradient, _ = full_gradient(crowd, question.weights)
-        return updates(crowd, -gradient)
+    def update(self, crowd: Crowd, w: Tensor) -> Tensor:
+        return -full_gradient(crowd, w)[0]
 
 
 # ---------------------------------------------------------------------------------------------------- SCAFFOLD

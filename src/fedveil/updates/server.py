@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from fedveil import message
 from fedveil.federation import State
-from fedveil.message import Weights
+from fedveil.message import Shape, Weights
+
+Versions = Annotated[Tensor, Shape(("clients",), torch.int64, 0, 2**40)]
 
 
 @message.kind(2)
 class ServerState(State, frozen=True):
-    """The global weights and the server optimiser's moments."""
+    """The global weights, the server optimiser's moments, and with a down codec the steps sent so far."""
 
     first: Weights | None = None
     second: Weights | None = None
+    history: list[bytes] = []  # encoded steps, as frames
+    versions: Versions | None = None  # how many of them each client has applied
 
 
 @dataclass(frozen=True)
@@ -47,13 +53,14 @@ class Server:
     def step(self, state: ServerState, delta: Tensor) -> ServerState:
         """Move the weights along the merged update `delta` [d], which points downhill."""
         if state.first is None:
-            return ServerState(state.weights + self.lr * delta)
+            return replace(state, weights=state.weights + self.lr * delta)
         if state.second is None:
             first = self.momentum * state.first + delta
-            return ServerState(state.weights + self.lr * first, first)
+            return replace(state, weights=state.weights + self.lr * first, first=first)
         first = self.momentum * state.first + (1 - self.momentum) * delta
         second = self.beta2 * state.second + (1 - self.beta2) * delta**2
-        return ServerState(state.weights + self.lr * first / (second.sqrt() + self.tau), first, second)
+        step = self.lr * first / (second.sqrt() + self.tau)
+        return replace(state, weights=state.weights + step, first=first, second=second)
 
 
 @dataclass(frozen=True)

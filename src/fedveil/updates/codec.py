@@ -1,0 +1,80 @@
+"""Update codecs: what an update looks like on the wire. Any of them goes up, down, or both ways.
+
+A codec turns updates at weights `w` into payloads and payloads back into updates, with one `decode` for both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fedveil import message
+from fedveil.federation import Crowd
+from fedveil.message import Answer, Count, Size, Weights
+from fedveil.seeds import Seed
+from fedveil.task import Task
+
+
+class Codec:
+    """A frozen dataclass of settings with `encode` and `decode`. One that states a `name` is entered in the `registry`.
+
+    reference: what a down message is relative to. "last": the weights of the round before, so that everyone applies the
+               decoded step and stays in step. "init": the initial weights, which everyone can draw.
+    """
+
+    name: ClassVar[str]
+    payload: ClassVar[type[Answer]]
+    reference: ClassVar[str] = "last"
+    registry: ClassVar[dict[str, type[Codec]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        if "name" in cls.__dict__:
+            cls.registry[cls.name] = cls
+
+    def refuse(self, task: Task) -> None:
+        """Raise a ValueError if the codec cannot work on this task."""
+
+    def sizes(self, task: Task) -> Mapping[str, Size]:
+        """What the dimension names of the payload stand for."""
+        return task.sizes
+
+    def check(self, task: Task, payload: Any) -> None:
+        """Raise `Refused` for a payload that fits its schema and still cannot be decoded."""
+
+    def encode(self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], crowd: Crowd | None) -> list[Any]:
+        """Updates [C, d] at `w` [C, d] -> C payloads. `crowd` is None on the server, which has no data of its own."""
+        raise NotImplementedError
+
+    def decode(self, task: Task, w: Tensor, payloads: Sequence[Any]) -> Tensor:
+        """C payloads at `w` [C, d] -> updates [C, d]."""
+        raise NotImplementedError
+
+
+# ---------------------------------------------------------------------------------------------------- as it is
+
+
+@message.kind(3)
+class Update(Answer, frozen=True):
+    """w_k - w, and the number of records behind it."""
+
+    update: Weights
+    records: Count = 1
+
+
+@dataclass(frozen=True)
+class Raw(Codec):
+    """The update as it is, in float32."""
+
+    name: ClassVar[str] = "raw"
+    payload: ClassVar[type[Answer]] = Update
+
+    def encode(
+        self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], crowd: Crowd | None
+    ) -> list[Update]:
+        return [Update(row) for row in updates.cpu()]
+
+    def decode(self, task: Task, w: Tensor, payloads: Sequence[Update]) -> Tensor:
+        return message.stack(payloads, "update").to(w.device)

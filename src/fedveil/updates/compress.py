@@ -1,0 +1,168 @@
+"""Plain compression: half floats, QSGD and top-k. What every synthetic codec has to beat at equal bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedveil import message
+from fedveil.federation import Crowd
+from fedveil.message import Answer, Count, Refused, Shape, Size
+from fedveil.seeds import Seed
+from fedveil.task import Task
+from fedveil.updates.codec import Codec
+
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@message.kind(13)
+class HalfUpdate(Answer, frozen=True):
+    """An update in 16 bits a weight."""
+
+    update: Annotated[Tensor, Shape(("weights",), "half")]
+    records: Count = 1
+
+
+@dataclass(frozen=True)
+class Half(Codec):
+    """Round every number to 16 bits: 1/2 of the bytes."""
+
+    name: ClassVar[str] = "half"
+    payload: ClassVar[type[Answer]] = HalfUpdate
+
+    dtype: str = "float16"  # or bfloat16
+
+    def __post_init__(self) -> None:
+        if self.dtype not in HALVES:
+            raise ValueError(f"half.dtype is '{self.dtype}'; use float16 or bfloat16")
+
+    def sizes(self, task: Task) -> Mapping[str, Size]:
+        return {**task.sizes, "half": HALVES[self.dtype]}
+
+    def encode(
+        self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], crowd: Crowd | None
+    ) -> list[HalfUpdate]:
+        return [HalfUpdate(row) for row in updates.to(HALVES[self.dtype]).cpu()]
+
+    def decode(self, task: Task, w: Tensor, payloads: Sequence[HalfUpdate]) -> Tensor:
+        return message.stack(payloads, "update").to(w.device).float()
+
+
+@message.kind(14)
+class Quantised(Answer, frozen=True):
+    """Levels packed into bytes, and the largest magnitude of each bucket."""
+
+    codes: Annotated[Tensor, Shape(("packed",), torch.uint8, 0, 255)]
+    scales: Annotated[Tensor, Shape(("buckets",), low=0)]
+    records: Count = 1
+
+
+@dataclass(frozen=True)
+class Qsgd(Codec):
+    """Stochastic rounding to 2^bits - 1 levels from -max to max of a bucket (Alistarh et al. 2017, max-norm variant).
+
+    Unbiased: the expected decoded update is the update.
+    """
+
+    name: ClassVar[str] = "qsgd"
+    payload: ClassVar[type[Answer]] = Quantised
+
+    bits: int = 4  # 2, 4 or 8 a weight
+    bucket: int = 512
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 4, 8) or self.bucket < 8:
+            raise ValueError("qsgd packs 2, 4 or 8 bits a weight in buckets of at least 8 weights")
+
+    @property
+    def levels(self) -> int:
+        """s: codes are 0 … 2s, of which s is zero."""
+        return int(2 ** (self.bits - 1) - 1)
+
+    def sizes(self, task: Task) -> Mapping[str, Size]:
+        buckets = -(-task.layout.size // self.bucket)
+        return {**task.sizes, "packed": -(-buckets * self.bucket * self.bits // 8), "buckets": buckets}
+
+    def encode(
+        self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], crowd: Crowd | None
+    ) -> list[Quantised]:
+        rows = []
+        for update, seed in zip(updates, seeds, strict=True):
+            buckets = self._buckets(update)
+            scales = buckets.abs().amax(1)
+            level = buckets / scales.clamp(min=1e-30)[:, None] * self.levels  # in [-s, s]
+            draw = torch.rand(level.shape, generator=seed.child("rounding").torch()).to(level.device)
+            codes = (level + draw).floor().clamp(-self.levels, self.levels).to(torch.int16) + self.levels
+            rows.append(Quantised(self._pack(codes.to(torch.uint8).flatten()).cpu(), scales.cpu()))
+        return rows
+
+    def decode(self, task: Task, w: Tensor, payloads: Sequence[Quantised]) -> Tensor:
+        codes, scales = (message.stack(payloads, name).to(w.device) for name in ("codes", "scales"))
+        level = self._unpack(codes).float() - self.levels
+        buckets: Tensor = level.view(*scales.shape, self.bucket) * (scales / self.levels)[..., None]
+        return buckets.flatten(1)[:, : task.layout.size]
+
+    def _buckets(self, update: Tensor) -> Tensor:
+        """[d] -> [buckets, bucket], the last padded with zeros."""
+        return torch.nn.functional.pad(update, (0, -len(update) % self.bucket)).view(-1, self.bucket)
+
+    def _pack(self, codes: Tensor) -> Tensor:
+        each = 8 // self.bits
+        shifts = torch.arange(each, device=codes.device, dtype=torch.uint8) * self.bits
+        padded = torch.nn.functional.pad(codes, (0, -len(codes) % each)).view(-1, each)
+        return (padded << shifts).sum(1, dtype=torch.uint8)
+
+    def _unpack(self, packed: Tensor) -> Tensor:
+        shifts = torch.arange(8 // self.bits, device=packed.device, dtype=torch.uint8) * self.bits
+        codes: Tensor = (packed[..., None] >> shifts) & (2**self.bits - 1)
+        return codes.flatten(1)
+
+
+@message.kind(15)
+class Sparse(Answer, frozen=True):
+    """The largest entries of an update and where they are, in ascending order."""
+
+    values: Annotated[Tensor, Shape(("kept",))]
+    places: Annotated[Tensor, Shape(("kept",), torch.int32, 0, 2**31)]
+    records: Count = 1
+
+
+@dataclass(frozen=True)
+class TopK(Codec):
+    """Send the largest entries and drop the rest; biased, so use it with error feedback (Stich et al. 2018)."""
+
+    name: ClassVar[str] = "top-k"
+    payload: ClassVar[type[Answer]] = Sparse
+
+    share: float = 0.01  # of the weights
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError("top-k's share of the weights is above 0 and at most 1")
+
+    def kept(self, task: Task) -> int:
+        """k."""
+        return max(1, round(self.share * task.layout.size))
+
+    def sizes(self, task: Task) -> Mapping[str, Size]:
+        return {**task.sizes, "kept": self.kept(task)}
+
+    def check(self, task: Task, payload: Sparse) -> None:
+        places = payload.places
+        if int(places[-1]) >= task.layout.size or bool((places[1:] <= places[:-1]).any()):
+            raise Refused("out of range", f"places are not ascending numbers below {task.layout.size}")
+
+    def encode(
+        self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], crowd: Crowd | None
+    ) -> list[Sparse]:
+        places = updates.abs().topk(self.kept(task), dim=1).indices.sort(1).values
+        values = updates.gather(1, places)
+        return [Sparse(v, p) for v, p in zip(values.cpu(), places.to(torch.int32).cpu(), strict=True)]
+
+    def decode(self, task: Task, w: Tensor, payloads: Sequence[Sparse]) -> Tensor:
+        values, places = (message.stack(payloads, name).to(w.device) for name in ("values", "places"))
+        return torch.zeros_like(w).scatter(1, places.long(), values)

@@ -1,0 +1,140 @@
+"""A server that is killed, at any moment, and started again ends where an undisturbed one ends, bit for bit."""
+
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedveil as fv
+from fedveil.engines import Local
+from toys import kept, linear_task
+
+LOCAL = fv.Local(batch=4)
+METHODS = {
+    "fedavg": fv.FedAvg(local=LOCAL, server=fv.Server(optimizer="momentum")),
+    "scaffold": fv.Scaffold(local=LOCAL),
+}
+FORK = multiprocessing.get_context("fork")
+
+
+def train(folder: Path, name: str, rounds: int, pause: float = 0.0) -> None:
+    torch.set_num_threads(1)
+    fv.run(
+        linear_task(),
+        METHODS[name],
+        rounds=rounds,
+        cohort=fv.Sampling(size=3, drop=0.1),
+        engine=Local(stack=1, workers=1),
+        folder=folder,
+        observer=lambda row: time.sleep(pause),
+    )
+
+
+def child(task: Callable[..., None], *args: object) -> multiprocessing.process.BaseProcess:
+    process = FORK.Process(target=task, args=args)
+    process.start()
+    return process
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def name(request):
+    return request.param
+
+
+# ------------------------------------------------------------------------------------------------- at every step
+
+
+class Die:
+    """Lets the first `calls` of fsync, replace and unlink pass and kills the process at the next one."""
+
+    def __init__(self, calls: int, how: str) -> None:
+        self.left, self.how = calls, how
+
+    def instead_of(self, call: Callable[..., None]) -> Callable[..., None]:
+        def counted(*args: object) -> None:
+            self.left -= 1
+            if self.left >= 0:
+                return call(*args)
+            if self.how == "after":
+                call(*args)
+            if self.how == "torn" and call is FSYNC and os.path.isfile(args[0]):
+                os.ftruncate(args[0], max(0, os.fstat(args[0]).st_size - 10))  # what did not reach the disk
+            return os.kill(os.getpid(), signal.SIGKILL)
+
+        return counted
+
+
+FSYNC = os.fsync
+STEPS = 3 + 3 * 4 + 1  # the ledger; three rounds of ledger, file, name and folder; one old checkpoint to remove
+
+
+def train_and_die(folder: Path, name: str, rounds: int, calls: int, how: str) -> None:
+    die = Die(calls, how)
+    for function in ("fsync", "replace", "unlink"):
+        setattr(os, function, die.instead_of(getattr(os, function)))
+    train(folder, name, rounds)
+
+
+@pytest.mark.parametrize("how", ["before", "torn", "after"])
+def test_killed_at_any_step_of_writing_a_run_goes_on_as_if_nothing_had_happened(how, name, tmp_path):
+    train(tmp_path / "undisturbed", name, 3)
+    undisturbed = kept(tmp_path / "undisturbed")
+    for calls in range(STEPS):
+        folder = tmp_path / str(calls)
+        killed = child(train_and_die, folder, name, 3, calls, how)
+        killed.join()
+        assert killed.exitcode == -signal.SIGKILL
+        train(folder, name, 3)
+        assert kept(folder) == undisturbed, f"killed at step {calls}"
+        assert not list(folder.glob("*.new"))
+    alive = child(train_and_die, tmp_path / "alive", name, 3, STEPS, how)
+    alive.join()
+    assert alive.exitcode == 0, "there are more steps than were tried"
+
+
+# ------------------------------------------------------------------------------------------------- at random moments
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_again_and_again_at_random_moments_a_run_ends_as_if_nothing_had_happened(seed, name, tmp_path):
+    rounds = 60
+    began = time.monotonic()
+    train(tmp_path / "undisturbed", name, rounds)
+    longest = (time.monotonic() - began) / 3
+    rng, killed = random.Random(seed), 0
+    for _ in range(6):
+        process = child(train, tmp_path / "killed", name, rounds)
+        process.join(rng.uniform(0, longest))
+        process.kill()
+        process.join()
+        killed += process.exitcode == -signal.SIGKILL
+    assert killed >= 2, "nobody was killed: the test shows nothing"
+    train(tmp_path / "killed", name, rounds)
+    assert kept(tmp_path / "killed") == kept(tmp_path / "undisturbed")
+
+
+SCRIPT = "import sys; sys.path[:0] = {path}; import test_killed as t; t.train({folder!r}, {name!r}, 10, 0.05)"
+
+
+def test_a_run_goes_on_in_a_fresh_interpreter(name, tmp_path):
+    train(tmp_path / "undisturbed", name, 10)
+    folder = tmp_path / "killed"
+    path = [str(Path(__file__).parent), *sys.path]
+    command = [sys.executable, "-c", SCRIPT.format(path=path, folder=str(folder), name=name)]
+    ledger = folder / "ledger.jsonl"
+    with subprocess.Popen(command) as process:
+        while not ledger.exists() or ledger.read_bytes().count(b"\n") < 4:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    subprocess.run(command, check=True)
+    assert kept(folder) == kept(tmp_path / "undisturbed")

@@ -1,0 +1,419 @@
+"""The command line: what it prints, where, and how it ends."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from typer.testing import CliRunner
+
+import fedveil
+from fedveil import cli, message, recipe
+from fedveil.message import Envelope
+from fedveil.runs import RunFolder, read_checkpoint
+from fedveil.updates.raw import Update
+
+KEYS = {
+    "method", "rounds", "accuracy", "accuracy_last3", "loss", "bytes_up", "bytes_down", "bytes_up_per_client_round",
+    "clients_failed", "seconds", "out", "stopped",
+}  # fmt: skip
+SMALL = ["--set", "split.clients=4", "--set", "cohort.size=2", "--set", "method.local.epochs=1"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path / "no data"))
+    return tmp_path
+
+
+def fv(*args: object) -> Result:
+    return CliRunner().invoke(cli.app, [str(a) for a in args])
+
+
+def run(out: object, *args: object, rounds: int = 2, method: str = "fedavg") -> Result:
+    return fv("run", f"digits/{method}", "--out", out, *SMALL, "--set", f"rounds={rounds}", *args)
+
+
+def good(result: Result) -> Any:
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    return json.loads(result.stdout) if result.stdout.startswith(("{", "[")) else result.stdout
+
+
+def sentence(result: Result, code: int = 2) -> str:
+    """The one sentence that a mistake is answered with."""
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code == code
+    assert result.stdout == ""
+    told = [line for line in result.stderr.splitlines() if line.startswith("fedveil: ")]
+    assert result.stderr.endswith(told[-1] + "\n")
+    return told[-1]
+
+
+def weights(folder: Path | str) -> torch.Tensor:
+    newest = max(Path(folder).glob("checkpoint-*.fv"))
+    found: torch.Tensor = read_checkpoint(newest.read_bytes()).state.weights
+    return found
+
+
+def stop_after_one_round(patch: pytest.MonkeyPatch) -> None:
+    """As if Ctrl-C were pressed in the first round."""
+    patch.setattr(cli.Interrupt, "__call__", lambda self: setattr(self, "asked", True) or True)
+
+
+# ---------------------------------------------------------------------------------------------------- run
+
+
+def test_a_run_ends_with_one_json_object_and_a_whole_folder() -> None:
+    result = run("a", "--format", "json")
+    summary = good(result)
+    assert set(summary) >= KEYS
+    assert (summary["method"], summary["rounds"], summary["stopped"], summary["out"]) == ("fedavg", 2, "rounds", "a")
+    assert all(value == float(f"{value:.6g}") for value in summary.values() if isinstance(value, float))
+    assert {f.name for f in Path("a").iterdir()} >= {"recipe.toml", "environment.json", "ledger.jsonl", "split.svg"}
+    assert recipe.read("a/recipe.toml").rounds == 2
+    assert "round 1/2" in result.stderr
+
+
+def test_a_run_ends_with_a_table_that_fits_a_terminal() -> None:
+    shown = good(run("a"))
+    assert re.search(r"^accuracy +0\.\d+$", shown, re.M)
+    assert re.search(r"^bytes up +[\d,]+$", shown, re.M)
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_without_out_a_run_goes_below_runs() -> None:
+    summary = good(fv("run", "digits/fedavg", *SMALL, "--set", "rounds=1", "--format", "json"))
+    assert re.fullmatch(r"runs/digits-fedavg-\d{8}-\d{6}", summary["out"])
+
+
+def test_an_own_recipe_and_its_target(tmp_path: Path) -> None:
+    Path("mine.toml").write_text('like = "digits/fedavg"\ntarget = 0.01\n')
+    summary = good(fv("run", "mine.toml", *SMALL, "--format", "json"))
+    assert (summary["stopped"], summary["rounds"]) == ("target", 1)
+    assert summary["out"].startswith("runs/mine-")
+    result = fv("resume", summary["out"], "--format", "json")
+    assert good(result)["stopped"] == "target"
+    assert "reached its target accuracy 0.01 in round 1" in result.stderr
+
+
+def test_what_resume_needs_is_in_the_environment() -> None:
+    good(run("a", "--stack", 1, "--workers", 1, "--device", "cpu", "--data-dir", "here", "--insecure-test-noise"))
+    known = json.loads(Path("a/environment.json").read_text())
+    assert (known["stack"], known["workers"], known["device"], known["insecure_test_noise"]) == (1, 1, "cpu", True)
+    assert known["data_dir"] == str(Path("here").absolute())
+    assert known["command"].startswith("fedveil")
+
+
+def test_auto_leaves_stack_and_workers_to_the_engine() -> None:
+    good(run("a", "--stack", "auto", "--workers", "auto", rounds=1))
+    known = json.loads(Path("a/environment.json").read_text())
+    assert known["stack"] is known["workers"] is None
+
+
+def test_a_folder_with_a_run_is_not_written_over() -> None:
+    good(run("a", rounds=1))
+    assert "'fedveil resume a' continues it" in sentence(run("a"))
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["run"], "Missing argument 'RECIPE'; see 'fedveil run --help'"),
+        (["run", "digits/fedavgg"], "did you mean 'digits/fedavg'?"),
+        (["run", "gone.toml"], "there is no recipe file gone.toml"),
+        (["run", "digits/fedavg", "--set", "roundz=1"], "did you mean 'rounds'?"),
+        (["run", "digits/fedavg", "--set", "task.model=cnn"], "unknown model 'cnn'"),
+        (["run", "digits/fedavg", "--set", "split.clients=9999"], "too few for 9,999 clients"),
+        (["run", "digits/fedavg", "--device", "tpu"], "device 'tpu' is not known"),
+        (["run", "digits/fedavg", "--stack", "0"], "'0' is neither auto nor a number from 1"),
+        (["run", "digits/fedavg", "--out", "file"], "file is a file; give a folder"),
+        (["run", "mnist/fedavg"], "no data/mnist: put them there"),
+        (["run", "digits/fedavg", "--format", "xml"], "'xml' is not one of 'table', 'json'"),
+        (["frobnicate"], "No such command 'frobnicate'; see 'fedveil --help'"),
+        (["resume", "gone"], "gone holds no run that could be resumed"),
+        (["report", "gone"], "gone holds no recipe.toml"),
+        (["inspect", "gone"], "there is no file gone"),
+        (["inspect", "."], "there is no file ."),
+        (["inspect", "file"], "file cannot be shown: not a frame"),
+        (["describe", "fedavgg"], "did you mean 'fedavg'?"),
+        (["list", "things"], "'things' is not one of"),
+        (["compare", "digits/fedavg", "digits/fedavg"], "two of the recipes have one name"),
+    ],
+)
+def test_a_mistake_is_one_sentence(args: list[str], told: str) -> None:
+    Path("file").write_bytes(b"something else entirely, and long enough")
+    result = fv(*args)
+    assert told in sentence(result)
+    assert result.stderr.count("\n") == 1
+    assert not Path("gone").exists()
+
+
+def test_clients_that_never_answer_are_a_sentence_of_code_1() -> None:
+    assert "no client answered for 5 rounds" in sentence(run("a", "--set", "cohort.drop=0.999999", rounds=9), 1)
+
+
+def test_the_first_failure_in_debug_mode_is_a_sentence_of_code_1() -> None:
+    told = sentence(run("a", "--debug", "--set", "method.local.lr=1e30"), 1)
+    assert re.search(r"client \d failed at Train in round 1", told)
+
+
+def test_weights_that_run_away_are_a_sentence_of_code_1() -> None:
+    assert "out of range: weights" in sentence(run("a", "--set", "method.server.lr=1e12"), 1)
+
+
+def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "a/checkpoint")
+
+    monkeypatch.setattr(RunFolder, "save", full)
+    assert sentence(run("a")) == "fedveil: a/checkpoint: No space left on device"
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(fedveil, "run", broken)
+    result = run("a")
+    assert isinstance(result.exception, ValueError)
+    assert result.exception.__notes__ == [cli.BUG]
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pooch", None)
+    assert "pip install 'fedveil[fetch]'" in sentence(fv("run", "mnist/fedavg", "--fetch"))
+
+
+# ---------------------------------------------------------------------------------------------------- resume
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_never_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        stop_after_one_round(patch)
+        result = run("a", "--format", "json", rounds=3, method="scaffold")
+    assert result.exit_code == 130
+    assert (json.loads(result.stdout)["stopped"], json.loads(result.stdout)["rounds"]) == ("interrupt", 1)
+    assert "stopped after round 1 of 3; 'fedveil resume a' goes on" in result.stderr
+    assert good(fv("resume", "a", "--format", "json"))["rounds"] == 3
+    good(run("b", rounds=3, method="scaffold"))
+    assert torch.equal(weights("a"), weights("b"))
+
+
+def test_a_finished_run_says_so_and_can_be_extended() -> None:
+    good(run("a", rounds=1))
+    before = Path("a/ledger.jsonl").read_bytes()
+    result = fv("resume", "a", "--format", "json")
+    assert good(result)["stopped"] == "rounds"
+    assert "a is finished: it reached the last of its rounds in round 1" in result.stderr
+    assert Path("a/ledger.jsonl").read_bytes() == before
+    assert good(fv("resume", "a", "--rounds", 2, "--format", "json"))["rounds"] == 2
+    assert recipe.read("a/recipe.toml").rounds == 2
+    assert "a has 2 rounds already" in sentence(fv("resume", "a", "--rounds", 1))
+
+
+def test_resume_uses_what_the_run_was_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    good(run("a", "--stack", 1, "--debug", rounds=1))
+    made: list[tuple[object, ...]] = []
+    engine = cli.Local
+    monkeypatch.setattr(cli, "Local", lambda *args: made.append(args) or engine(*args))
+    good(fv("resume", "a", "--rounds", 2))
+    assert made == [(1, None, True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("environment.json", "{", "environment.json is damaged"),
+        ("environment.json", '{"device": 3}', "environment.json is damaged"),
+        ("recipe.toml", "rounds =", "recipe.toml is not valid TOML"),
+        ("ledger.jsonl", "", "ledger.jsonl has 0 rows but the checkpoint is of round 1"),
+        ("checkpoint-00000001.fv", "nothing", "no checkpoint in a can be read"),
+    ],
+)
+def test_a_damaged_folder_is_a_sentence(name: str, text: str, told: str) -> None:
+    good(run("a", rounds=1))
+    Path("a", name).write_text(text)
+    assert told in sentence(fv("resume", "a"))
+
+
+# ---------------------------------------------------------------------------------------------------- compare
+
+
+def test_a_comparison_is_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["compare", "digits/fedavg", "digits/fedsgd", *SMALL, "--out", "c", "--format", "json"]
+    loads: list[str] = []
+    load = cli.data.load
+    monkeypatch.setattr(cli.data, "load", lambda name, *args: loads.append(name) or load(name, *args))
+    with monkeypatch.context() as patch:
+        stop_after_one_round(patch)
+        result = fv(*command, "--set", "rounds=2")
+    assert result.exit_code == 130
+    assert [r["rounds"] for r in json.loads(result.stdout)["runs"]] == [1]
+    assert json.loads(result.stdout)["report"] is None
+    assert "the same command with --out c goes on" in result.stderr
+
+    first = good(fv(*command, "--set", "rounds=2"))
+    assert [(r["method"], r["rounds"]) for r in first["runs"]] == [("fedavg", 2), ("fedsgd", 2)]
+    assert first["report"] == "c/report.html"
+    assert "fedsgd" in Path("c/report.html").read_text()
+    assert loads == ["digits", "digits"]  # once a command
+
+    assert good(fv(*command, "--set", "rounds=2")) == first
+    assert "c/digits-fedavg holds a run of another recipe" in sentence(fv(*command, "--set", "rounds=3"))
+    shown = good(fv(*command[:-1], "table", "--set", "rounds=2"))
+    assert re.search(r"^digits-fedsgd +0\.\d+ +80\.1 kB +320\.3 kB +[\d.e-]+$", shown, re.M), shown
+
+
+def test_the_demo_is_of_built_in_recipes() -> None:
+    assert set(cli.DEMO) <= set(recipe.names())
+    assert len(cli.DEMO) == 5
+
+
+def test_a_report_goes_to_the_first_folder_or_where_told() -> None:
+    good(run("a", rounds=1))
+    assert good(fv("report", "a")) == "a/report.html\n"
+    assert good(fv("report", "a", "-o", "b/own.html")) == "b/own.html\n"
+    assert "<html" in Path("b/own.html").read_text()
+
+
+# ---------------------------------------------------------------------------------------------------- looking
+
+
+def test_the_version() -> None:
+    assert good(fv("--version")) == f"{fedveil.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["", "run", "resume", "compare", "report", "list", "describe", "inspect"])
+def test_help_is_short_and_has_an_example(command: str) -> None:
+    shown = good(fv(*command.split(), "--help"))
+    assert "fedveil" in shown.partition("Example: " if command else "Start with: ")[2]
+    assert len(shown.splitlines()) <= 25
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "[default" not in shown
+
+
+def test_no_command_is_a_question_for_help() -> None:
+    assert good(fv()) == good(fv("--help"))
+
+
+@pytest.mark.parametrize("what", list(cli.What))
+def test_lists(what: cli.What) -> None:
+    found = good(fv("list", what, "--format", "json"))
+    shown = good(fv("list", what))
+    assert all(entry["summary"] and entry["name"] in shown for entry in found)
+    assert max(map(len, shown.splitlines())) <= 80
+    names = {"methods": "q-fedavg", "models": "lenet5", "data": "shakespeare", "recipes": "digits/fedavg-classes"}
+    assert names[what] in [entry["name"] for entry in found]
+
+
+@pytest.mark.parametrize("method", sorted(fedveil.METHODS))
+def test_a_method_is_described_with_keys_that_can_be_set(method: str) -> None:
+    told = good(fv("describe", method, "--format", "json"))
+    assert {"summary", "sends", "server_sees", "network_sees", "paper"} <= set(told)
+    assert {claim["kind"] for claim in told["claims"]} <= {"proved", "measured", "heuristic"}
+    shown = good(fv("describe", method))
+    for key, value in told["keys"].items():
+        assert key in shown
+        if value is not None:
+            recipe.read("digits/fedavg", [f"method.name={method}", f"{key}={json.dumps(value)}"])
+
+
+def test_a_checkpoint_is_shown_with_state_and_memories() -> None:
+    good(run("a", method="scaffold"))
+    told = good(fv("inspect", "a/checkpoint-00000002.fv", "--format", "json"))
+    assert (told["kind"], told["round"]) == ("Checkpoint", 2)
+    state, memory, *_ = told["records"]
+    assert (state["part"], state["kind"], memory["kind"]) == ("state", "ScaffoldState", "Control")
+    assert re.fullmatch(r"memory of client \d, round \d, question 0", memory["part"])
+    seen = state["fields"]["weights"]
+    assert (seen["dtype"], seen["shape"]) == ("float32", [20010])
+    assert seen["norm"] == pytest.approx(float(weights("a").norm()), rel=1e-5)
+    assert seen["min"] < seen["mean"] < seen["max"]
+    assert max(map(len, good(fv("inspect", "a/checkpoint-00000002.fv")).splitlines())) <= 80
+
+
+def test_a_message_is_shown_with_its_envelope() -> None:
+    frame = message.frame(Update(torch.tensor([3.0, -4.0]), 12), Envelope(b"12345678", 4, 7, 1))
+    Path("m.fv").write_bytes(frame)
+    told = good(fv("inspect", "m.fv", "--format", "json"))
+    assert told["records"][0]["fields"] == {
+        "update": {"dtype": "float32", "shape": [2], "min": -4.0, "max": 3.0, "mean": -0.5, "norm": 5.0},
+        "records": 12,
+    }
+    assert (told["kind"], told["run"], told["round"]) == ("Update", b"12345678".hex(), 4)
+    assert (told["client"], told["question"]) == (7, 1)
+
+
+def test_a_hostile_file_is_a_sentence() -> None:
+    good(run("a", rounds=1))
+    checkpoint = Path("a/checkpoint-00000001.fv").read_bytes()
+    frame = message.frame(Update(torch.ones(5), 12), Envelope())
+    unknown = frame[:3] + b"\xfa" + frame[4:]
+    wrong = [b"", checkpoint[:-1], checkpoint[:40], checkpoint[:-20] + bytes(20), unknown, frame[:-1], frame + b"\0"]
+    wrong += [frame[:i] + bytes([frame[i] ^ 0xFF]) + frame[i + 1 :] for i in (0, 2, 3, *range(24, 40))]
+    for raw in wrong:
+        Path("x.fv").write_bytes(raw)
+        assert "x.fv cannot be shown: " in sentence(fv("inspect", "x.fv"))
+    Path("x.fv").write_bytes(unknown)
+    assert "no record of kind 250" in sentence(fv("inspect", "x.fv"))
+
+
+# ---------------------------------------------------------------------------------------------------- real processes
+
+
+def process(*args: str) -> subprocess.Popen[str]:
+    env = os.environ | {"PYTHONPATH": str(Path(fedveil.__file__).parents[1])}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-m", "fedveil", *args], stdout=pipe, stderr=pipe, text=True, env=env)
+
+
+def await_line(child: subprocess.Popen[str], start: str) -> None:
+    assert child.stderr
+    seen = ""
+    while not (line := child.stderr.readline()).startswith(start):
+        seen += line
+        assert line, f"no line begins with '{start}' in: {seen}"
+
+
+def test_ctrl_c_stops_after_the_round_and_leaves_a_run_to_resume() -> None:
+    child = process("run", "digits/fedavg", "--set", "rounds=9999", "--out", "a", "--format", "json", *SMALL)
+    await_line(child, "round 1/9999")
+    child.send_signal(signal.SIGINT)
+    stdout, stderr = child.communicate(timeout=30)
+    assert child.returncode == 130
+    summary = json.loads(stdout)
+    assert summary["stopped"] == "interrupt"
+    assert "stopping after this round" in stderr
+    assert "'fedveil resume a' goes on" in stderr
+    done = summary["rounds"]
+    assert good(fv("resume", "a", "--rounds", done + 1, "--format", "json"))["rounds"] == done + 1
+
+
+def test_a_second_ctrl_c_aborts_at_once() -> None:
+    slow = ["--set", "method.local.epochs=100000"]
+    child = process("run", "digits/fedavg", "--out", "a", *SMALL, *slow)
+    await_line(child, "fedveil: fedavg, 20 rounds, in a")
+    child.send_signal(signal.SIGINT)
+    await_line(child, "fedveil: stopping after this round")
+    child.send_signal(signal.SIGINT)
+    stdout, stderr = child.communicate(timeout=10)
+    assert (child.returncode, stdout) == (130, "")
+    assert "aborted; 'fedveil resume a' goes on" in stderr
+
+
+def test_looking_around_imports_neither_matplotlib_nor_sklearn() -> None:
+    code = (
+        "import sys; from fedveil.cli import main; sys.argv[1:] = ['list', 'recipes']\ntry: main()\nexcept SystemExit: "
+    )
+    code += "print(*{'matplotlib', 'sklearn'} & set(sys.modules))"
+    env = os.environ | {"PYTHONPATH": str(Path(fedveil.__file__).parents[1])}
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True).stdout
+    assert shown.splitlines()[-1] == ""
