@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-from benchmarks import federation, messages
+from benchmarks import encoding, federation, messages
 from fedveil.runs import environment
 
 BENCHMARKS: dict[str, Callable[[], dict[str, float]]] = {
@@ -16,6 +16,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, float]]] = {
     "lenet5": federation.lenet5,
     "clients": federation.many_clients,
     "messages": messages.million_floats,
+    "fedsynth": encoding.fedsynth,
 }
 
 

@@ -6,6 +6,8 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -369,13 +371,27 @@ def test_a_hostile_file_is_a_sentence() -> None:
 # ---------------------------------------------------------------------------------------------------- real processes
 
 
-def process(*args: str) -> subprocess.Popen[str]:
-    env = os.environ | {"PYTHONPATH": str(Path(fedveil.__file__).parents[1])}
-    pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-m", "fedveil", *args], stdout=pipe, stderr=pipe, text=True, env=env)
+Child = subprocess.Popen[str]
 
 
-def await_line(child: subprocess.Popen[str], start: str) -> None:
+@pytest.fixture
+def process() -> Iterator[Callable[..., Child]]:
+    """Starts `python -m fedveil` with some arguments; what still runs after the test is killed."""
+    children: list[Child] = []
+
+    def start(*args: str) -> Child:
+        env, pipe = os.environ | {"PYTHONPATH": str(Path(fedveil.__file__).parents[1])}, subprocess.PIPE
+        command = [sys.executable, "-m", "fedveil", *args]
+        children.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env))
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.kill()
+        child.communicate()
+
+
+def await_line(child: Child, start: str) -> None:
     assert child.stderr
     seen = ""
     while not (line := child.stderr.readline()).startswith(start):
@@ -383,7 +399,7 @@ def await_line(child: subprocess.Popen[str], start: str) -> None:
         assert line, f"no line begins with '{start}' in: {seen}"
 
 
-def test_ctrl_c_stops_after_the_round_and_leaves_a_run_to_resume() -> None:
+def test_ctrl_c_stops_after_the_round_and_leaves_a_run_to_resume(process: Callable[..., Child]) -> None:
     child = process("run", "digits/fedavg", "--set", "rounds=9999", "--out", "a", "--format", "json", *SMALL)
     await_line(child, "round 1/9999")
     child.send_signal(signal.SIGINT)
@@ -397,10 +413,13 @@ def test_ctrl_c_stops_after_the_round_and_leaves_a_run_to_resume() -> None:
     assert good(fv("resume", "a", "--rounds", done + 1, "--format", "json"))["rounds"] == done + 1
 
 
-def test_a_second_ctrl_c_aborts_at_once() -> None:
+def test_a_second_ctrl_c_aborts_at_once(process: Callable[..., Child]) -> None:
     slow = ["--set", "method.local.epochs=100000"]
     child = process("run", "digits/fedavg", "--out", "a", *SMALL, *slow)
     await_line(child, "fedveil: fedavg, 20 rounds, in a")
+    while not Path("a/ledger.jsonl").exists():
+        time.sleep(0.05)
+    time.sleep(0.5)  # now threads train, and an exception would wait for them
     child.send_signal(signal.SIGINT)
     await_line(child, "fedveil: stopping after this round")
     child.send_signal(signal.SIGINT)

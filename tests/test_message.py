@@ -280,7 +280,10 @@ BROKEN = {
     "a map whose key is a map": (with_head(b"\x92\x81\x80\x01\x01"), "malformed"),
     "a string that is not UTF-8": (with_head(b"\x92\xa2\xff\xfe\x01"), "malformed"),
     "a date": (with_head(b"\x92\xd6\xff\x00\x00\x00\x00\x01"), "wrong dtype"),
-    "a date beyond all calendars": (with_head(b"\x92\xc7\x0c\xff\x00\x00\x00\x00" + b"\x7f" * 8), "wrong field"),
+    "a date beyond all calendars": (
+        with_head(b"\x92\xc7\x0c\xff\x00\x00\x00\x00" + b"\x7f" * 8 + b"\x01"),
+        "wrong field",
+    ),
     "a number in a tensor's place": (with_head(b"\x92\x01\x01"), "wrong dtype"),
     "nil in a tensor's place": (with_head(b"\x92\xc0\x01"), "wrong dtype"),
     "a dtype that does not exist": (with_head(b"\x92\x92\x0a\x91\x01\x01", bytes(8)), "wrong dtype"),
@@ -292,7 +295,10 @@ BROKEN = {
     "a negative dimension": (with_head(b"\x92\x92\x00\x91\xff\x01"), "wrong shape"),
     "a dimension of a half": (with_head(b"\x92\x92\x00\x91\xca\x3f\x00\x00\x00\x01"), "wrong shape"),
     "a dimension that is true": (with_head(b"\x92\x92\x00\x91\xc3\x01", bytes(8)), "wrong shape"),
-    "a dimension of 10,000 letters": (with_head(b"\x92\x92\x00\x91\xda\x27\x10" + b"x" * 10_000), "wrong shape"),
+    "a dimension of 10,000 letters": (
+        with_head(b"\x92\x92\x00\x91\xda\x27\x10" + b"x" * 10_000 + b"\x01"),
+        "wrong shape",
+    ),
     "nine dimensions": (with_head(b"\x92\x92\x00\x99" + b"\x01" * 10, bytes(8)), "wrong shape"),
     "1e13 elements": (with_head(msgspec.msgpack.encode([[0, [10**13]], 1])), "wrong shape"),
     "1e12 elements": (with_head(msgspec.msgpack.encode([[0, [10**12]], 1])), "truncated"),
@@ -415,11 +421,11 @@ def test_reading_in_threads_leaves_the_programs_warnings_alone():
 
 
 class Picture(Answer, frozen=True):
-    """Names that stand for several dimensions, every kind of range, and a probability vector."""
+    """Names that stand for several dimensions or a dtype, every kind of range, and a probability vector."""
 
     images: Annotated[Tensor, Shape(("points", "input"), low=0, high=1)]
     labels: Annotated[Tensor, Shape(("points", "classes"), simplex=True)]
-    codes: Annotated[Tensor, Shape((2,), torch.uint32, high=2**32 - 1)]
+    codes: Annotated[Tensor, Shape((2,), "code", high=2**32 - 1)]
     records: Count = 1
     rate: float = 0.5
     rates: list[float] = msgspec.field(default_factory=list)
@@ -427,13 +433,13 @@ class Picture(Answer, frozen=True):
     inner: Update | None = None
 
 
-SIZES = {"points": 2, "input": (1, 2, 2), "classes": 2, "weights": 3, "records": 50}
+SIZES = {"points": 2, "input": (1, 2, 2), "classes": 2, "weights": 3, "records": 50, "code": torch.uint32}
 
 
 def picture(**changes) -> Picture:
-    honest = {"images": torch.ones(2, 1, 2, 2), "labels": torch.eye(2), "codes": torch.tensor([0, 2**32 - 1])}
-    fields = {**honest, **changes}
-    return Picture(**{**fields, "codes": fields["codes"].to(torch.uint32)})
+    codes = torch.tensor([0, 2**32 - 1]).to(torch.uint32)
+    honest = {"images": torch.ones(2, 1, 2, 2), "labels": torch.eye(2), "codes": codes}
+    return Picture(**{**honest, **changes})
 
 
 def poked(tensor: Tensor, value: float) -> Tensor:
@@ -445,6 +451,7 @@ def poked(tensor: Tensor, value: float) -> Tensor:
 nan, inf = float("nan"), float("inf")
 UNFIT = {
     "another dtype": ({"images": torch.ones(2, 1, 2, 2).double()}, "wrong dtype"),
+    "another dtype than the one agreed on": ({"codes": torch.zeros(2, dtype=torch.int32)}, "wrong dtype"),
     "a flat image": ({"images": torch.ones(2, 4)}, "wrong shape"),
     "a broadcastable image": ({"images": torch.ones(1, 1, 2, 2)}, "wrong shape"),
     "a number for a matrix": ({"labels": torch.tensor(1.0)}, "wrong shape"),

@@ -18,12 +18,13 @@ from fedveil.message import Refused
 from fedveil.runs import KEPT, RunFolder, environment, read_checkpoint
 from fedveil.updates.raw import Control
 from fedveil.updates.server import ServerState
-from toys import Tamper, kept, linear_task
+from toys import LastReference, Tamper, kept, linear_task
 
 LOCAL = fv.Local(batch=4)
 METHODS = {
     "fedavg": fv.FedAvg(local=LOCAL, server=fv.Server(optimizer="momentum")),
     "scaffold": fv.Scaffold(local=LOCAL),
+    "last reference": LastReference(),
 }
 TASK = linear_task()
 ROUNDS = 4
@@ -32,6 +33,14 @@ ROUNDS = 4
 def train(folder, method=METHODS["scaffold"], rounds=ROUNDS, **options) -> fv.Result:
     options = {"cohort": 3, "engine": Local(stack=1, workers=1), **options}
     return fv.run(TASK, method, rounds=rounds, folder=folder, **options)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=METHODS)

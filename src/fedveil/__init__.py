@@ -7,9 +7,14 @@ from fedveil.message import Answer, Question, Record, Refused
 from fedveil.recipe import Recipe
 from fedveil.seeds import Seed
 from fedveil.task import Task
+from fedveil.updates.codec import Codec, Raw
+from fedveil.updates.compress import Half, Qsgd, TopK
+from fedveil.updates.fedsynth import FedSynth
 from fedveil.updates.local import Local
 from fedveil.updates.raw import FedAvg, FedProx, FedSGD, QFedAvg, Scaffold
 from fedveil.updates.server import Merge, Server
+from fedveil.updates.synthetic import FedSynthAvg, TofuAvg
+from fedveil.updates.tofu import Tofu
 
 __version__ = "0.1.0"
 
@@ -18,19 +23,25 @@ __all__ = [
     "About",
     "Answer",
     "Answers",
+    "Codec",
     "Cohort",
     "Crowd",
     "Data",
     "FedAvg",
     "FedProx",
     "FedSGD",
+    "FedSynth",
+    "FedSynthAvg",
     "Federation",
+    "Half",
     "Ledger",
     "Local",
     "Merge",
     "Method",
     "QFedAvg",
+    "Qsgd",
     "Question",
+    "Raw",
     "Recipe",
     "Record",
     "Refused",
@@ -43,6 +54,9 @@ __all__ = [
     "Split",
     "State",
     "Task",
+    "Tofu",
+    "TofuAvg",
+    "TopK",
     "load",
     "run",
     "split",

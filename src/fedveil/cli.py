@@ -288,12 +288,16 @@ class Interrupt:
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
         if self.asked:  # run folders survive a kill at any moment; an exception would wait for the engine's threads
-            err.show_cursor()
-            say(f"aborted; {self.hint} goes on from the last finished round")
-            os.write(2, b"\n" if err.is_terminal else b"")  # leave the line of the bar
+            _interject(f"aborted; {self.hint} goes on from the last finished round", "\x1b[?25h")  # shows the cursor
             os._exit(INTERRUPTED)
         self.asked = True
-        say("stopping after this round; Ctrl-C again aborts at once")
+        _interject("stopping after this round; Ctrl-C again aborts at once")
+
+
+def _interject(sentence: str, control: str = "") -> None:
+    """Say something from a signal handler, which may have interrupted a write to stderr: past its buffer."""
+    start = f"\r\x1b[2K{control}" if err.is_terminal else ""  # in place of the progress bar, which comes again below
+    os.write(2, f"{start}fedveil: {sentence}\n".encode())
 
 
 # ---------------------------------------------------------------------------------------------------- showing

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+ENABLED = True  # set to False to run every step eagerly: what a benchmark compares with
 WARM_UP = 3  # real steps run before the capture, so that libraries have chosen their kernels and buffers
 
 
@@ -14,7 +15,7 @@ def repeat(step: Callable[[], None], times: int, device: torch.device) -> None:
 
     A step that walks through a schedule keeps its position in a tensor (`cursor.add_(1)`), so that a replay moves on.
     """
-    if device.type != "cuda" or times <= 2 * WARM_UP:
+    if device.type != "cuda" or times <= 2 * WARM_UP or not ENABLED:
         for _ in range(times):
             step()
         return

@@ -20,7 +20,7 @@ import torch
 
 from fedveil import data, models
 from fedveil.data import Data
-from fedveil.federation import METHODS, Method, Sampling
+from fedveil.federation import Method, Sampling
 from fedveil.seeds import Seed
 from fedveil.task import LOSSES, Task
 from fedveil.updates.raw import FedAvg
@@ -184,11 +184,12 @@ def _build(kind: type[Any], table: Any, path: str) -> Any:
     if not isinstance(table, Mapping):
         raise ValueError(f"'{path}' holds several keys ({', '.join(_keys(kind))}); write '{path}.KEY'")
     table = dict(table)
-    if kind is Method:
-        name = str(table.pop("name", FedAvg.name))
-        if name not in METHODS:
-            raise ValueError(f"there is no method '{name}'{nearest(name, METHODS)}")
-        kind = METHODS[name]
+    if hasattr(kind, "registry"):
+        what, registry = kind.__mro__[-2].__name__.lower(), kind.registry
+        name = str(table.pop("name", getattr(kind, "name", None)))
+        if name not in registry:
+            raise ValueError(f"there is no {what} '{name}'{nearest(name, registry)}")
+        kind = registry[name]
     known, hints = _keys(kind), typing.get_type_hints(kind)
     given: dict[str, Any] = {}
     for key, value in table.items():
@@ -196,8 +197,8 @@ def _build(kind: type[Any], table: Any, path: str) -> Any:
         if key not in known:
             raise ValueError(f"unknown key '{where}'{nearest(key, known, path)}")
         hint = hints[key]
-        if isinstance(hint, type) and (dataclasses.is_dataclass(hint) or hint is Method):
-            given[key] = _build(hint, value, where)
+        if section := _section(kind, key, hint):
+            given[key] = _build(section, value, where)
             continue
         try:
             given[key] = msgspec.convert(value, hint)
@@ -206,6 +207,20 @@ def _build(kind: type[Any], table: Any, path: str) -> Any:
         if isinstance(given[key], float) and not math.isfinite(given[key]):
             raise ValueError(f"'{where}' is {value}; it must be a finite number")
     return kind(**given)
+
+
+def _section(kind: type[Any], key: str, hint: Any) -> type[Any] | None:
+    """The class of a field that is a table of its own; of several possible ones that of the field's default."""
+    classes = [t for t in typing.get_args(hint) or (hint,) if isinstance(t, type)]
+    for found in classes:
+        if hasattr(found, "registry"):
+            default = next(f for f in dataclasses.fields(kind) if f.name == key)
+            if default.default_factory is not dataclasses.MISSING:
+                return type(default.default_factory())
+            return found
+        if dataclasses.is_dataclass(found):
+            return found
+    return None
 
 
 def _keys(kind: type[Any]) -> list[str]:
@@ -233,7 +248,7 @@ def nearest(word: str, known: Iterable[str], path: str = "") -> str:
 
 
 def _table(thing: Any) -> dict[str, Any]:
-    table: dict[str, Any] = {"name": thing.name} if isinstance(thing, Method) else {}
+    table: dict[str, Any] = {"name": thing.name} if hasattr(thing, "registry") else {}
     for f in dataclasses.fields(thing):
         value = getattr(thing, f.name)
         table[f.name] = _table(value) if dataclasses.is_dataclass(value) else value

@@ -9,6 +9,7 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from fedveil.convolution import Unfolded
 from fedveil.data import Data, Split
 from fedveil.message import Size
 
@@ -192,7 +194,8 @@ def stacked(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def over(*tensors: Tensor) -> Tensor:
         if len(tensors[0]) == 1:
             return function(*(t[0] for t in tensors))[None]
-        return vmap(function)(*tensors)
+        with Unfolded() if tensors[0].is_cuda else nullcontext():
+            return vmap(function)(*tensors)
 
     return over
 

@@ -101,9 +101,7 @@ class Down:
             payload = self.codec.encode(task, task.initial[None], step, [cohort.seed.child("down")], None)[0]
             cohort.note(cosine_down=_cosine(self._apply(task, task.initial, payload) - task.initial, step[0]))
             return self._apply(task, task.initial, payload), TrainFrom(message.frame(payload, Envelope())), cohort
-        versions = (
-            state.versions if state.versions is not None else torch.zeros(len(cohort.task.clients), dtype=torch.int64)
-        )
+        versions = _versions(state, cohort.task)
         digest = _digest(state.weights)
         questions = {k: self._missed(state, int(versions[k])) for k in cohort.ids}
         answers = cohort.ask(_shared(questions))
@@ -112,8 +110,6 @@ class Down:
         again = cohort.only(strayed).ask(full) if strayed else {}
         in_step = [k for k, answer in {**answers, **again}.items() if answer.digest == digest]
         cohort.note(caught_up=sum(len(q.frames) > 1 for q in questions.values()), resynced=len(strayed))
-        for client in in_step:
-            versions[client] = _version(state)
         return state.weights, TrainHere(_version(state)), cohort.only(in_step)
 
     def step(self, server: Server, state: ServerState, delta: Tensor, cohort: Cohort) -> State:
@@ -126,10 +122,8 @@ class Down:
         payload = self.codec.encode(task, state.weights[None], change, [cohort.seed.child("down")], None)[0]
         weights = self._apply(task, state.weights, payload)
         cohort.note(cosine_down=_cosine(weights - state.weights, change[0]))
-        versions = state.versions if state.versions is not None else torch.zeros(len(task.clients), dtype=torch.int64)
-        versions = versions.clone()
-        for client in cohort.ids:
-            versions[client] = _version(state)
+        versions = _versions(state, task).clone()
+        versions[list(cohort.ids)] = _version(state)  # the cohort is down to those in step
         history = [*state.history, message.frame(payload, Envelope())]
         return replace(after, weights=weights, history=history, versions=versions)
 
@@ -189,6 +183,11 @@ class Down:
 
 def _version(state: ServerState) -> int:
     return len(state.history)
+
+
+def _versions(state: ServerState, task: Task) -> Tensor:
+    """How many steps each client has applied, [clients]."""
+    return torch.zeros(len(task.clients), dtype=torch.int64) if state.versions is None else state.versions
 
 
 def _digest(weights: Tensor) -> bytes:

@@ -106,16 +106,15 @@ class FedSynth(Codec):
         The paper's θ is what is subtracted from the weights, so an update is minus it. With `fit` the result can be
         differentiated with respect to images, labels and step sizes.
         """
-        gradient = stacked(lambda w, x, y: cross_entropy(task.f(w, x), y))
+        losses = stacked(lambda w, x, y: cross_entropy(task.f(w, x), y))
         start = w.detach()
-        here, total = start.requires_grad_(), torch.zeros_like(start)
+        here, total = start.clone().requires_grad_(), torch.zeros_like(start)
         for m in range(self.batches * self.epochs):
             x, y = images[:, m % self.batches], labels[:, m % self.batches]
-            loss = gradient(here, x, y).mean(1).sum()
-            (g,) = torch.autograd.grad(loss, here, create_graph=fit)
-            g = g / torch.linalg.vector_norm(g, dim=1, keepdim=True).clamp(min=1e-12)
-            total = total + steps[:, m : m + 1] * g
-            here = start - total if fit else (start - total).detach().requires_grad_()
+            (g,) = torch.autograd.grad(losses(here, x, y).mean(1).sum(), here, create_graph=fit)
+            length = torch.linalg.vector_norm(g, dim=1).clamp(min=1e-12)
+            total = torch.addcmul(total, g, (steps[:, m] / length)[:, None])  # + η_m ĝ_m
+            here = start - total if fit else (start - total).requires_grad_()
         induced: Tensor = total * (norm / torch.linalg.vector_norm(total, dim=1).clamp(min=1e-12))[:, None]
         return induced
 

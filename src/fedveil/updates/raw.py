@@ -290,7 +290,7 @@ class FairUpdate(Answer, frozen=True):
     """Δ_k and h_k of q-FedAvg: a weighted update and its share of the step's denominator."""
 
     update: Weights
-    weight: Annotated[float, Meta(gt=0, le=1e12)]
+    weight: Annotated[float, Meta(gt=0, lt=1e12)]
 
 
 @message.kind(10)

@@ -1,4 +1,4 @@
-"""TOFU: an update as the gradient of a few proxy points (Garg, Joshi & Roy, 2022)."""
+"""TOFU: an update as the gradient of a few proxy points (TOFU, 2022)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,53 @@
+"""The two papers' algorithms by name: FedAvg whose updates travel as synthetic points."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from fedveil.federation import About
+from fedveil.updates.codec import Codec
+from fedveil.updates.fedsynth import FedSynth
+from fedveil.updates.raw import FedAvg
+from fedveil.updates.tofu import Tofu
+
+_EXPOSED = (
+    "heuristic",
+    "the points look like noise, which is no guarantee: the server decodes each client's update from them, and the "
+    "decoded update is as exposed to inversion as a plain one.",
+)
+_SEES = "the synthetic points of every client and, by decoding them, an approximation of its update"
+
+
+@dataclass(frozen=True)
+class FedSynthAvg(FedAvg):
+    """FedAvg with FedSynth's codec (Goetz & Tewari 2020, algorithms 1 to 3)."""
+
+    name: ClassVar[str] = "fedsynth"
+    about: ClassVar[About] = About(
+        "Clients send synthetic batches on which a few training steps reproduce their update.",
+        "synthetic inputs with soft labels, a step size for each unrolled step, and the update's norm",
+        _SEES,
+        "the same bytes, unless the transport encrypts them",
+        (_EXPOSED,),
+        "Goetz & Tewari, Federated Learning via Synthetic Data, 2020",
+    )
+
+    up: Codec = field(default_factory=FedSynth)
+
+
+@dataclass(frozen=True)
+class TofuAvg(FedAvg):
+    """FedAvg with TOFU's codec up; with `down` and `full_rounds` the paper's federated algorithm (section 4)."""
+
+    name: ClassVar[str] = "tofu"
+    about: ClassVar[About] = About(
+        "Clients send a few proxy points whose weighted gradient points along their update.",
+        "proxy inputs with soft labels, a weight for each, and the norm of each layer's update",
+        _SEES + "; in full rounds the update itself",
+        "the same bytes, unless the transport encrypts them",
+        (_EXPOSED,),
+        "TOFU: Towards Obfuscated Federated Updates by Encoding Weight Updates into Gradients from Proxy Data, 2022",
+    )
+
+    up: Codec = field(default_factory=Tofu)
