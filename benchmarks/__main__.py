@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-
 from benchmarks import encoding, federation, messages
 from fedveil.runs import environment
 

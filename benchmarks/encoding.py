@@ -15,7 +15,7 @@ from fedveil.updates.fedsynth import FedSynth
 
 
 def fedsynth() -> dict[str, float]:
-    """FedSynth's fit, 10 clients: one stack (on a GPU a captured graph a step) against a client at a time in eager mode."""
+    """FedSynth's fit, 10 clients: one stack (on a GPU a graph a step) against a client at a time in eager mode."""
     gpu = torch.cuda.is_available()
     shape, name, records = ((1, 28, 28), "mcmahan-cnn", 600) if gpu else ((1, 8, 8), "digits-cnn", 140)
     codec = FedSynth(fits=40) if gpu else FedSynth(batches=3, epochs=1, fits=20)

@@ -40,15 +40,14 @@ def conv2d(
     """`torch.conv2d` for inputs [B, I, H, W]."""
     (sh, sw), (dh, dw) = _pair(stride), _pair(dilation)
     out, _, kh, kw = weight.shape
-    ph, pw = (
-        (dh * (kh - 1) // 2, dw * (kw - 1) // 2) if padding == "same" else _pair(0 if padding == "valid" else padding)
-    )
-    uneven = padding == "same" and (dh * (kh - 1) % 2 or dw * (kw - 1) % 2)
-    if groups != 1 or x.dim() != 4 or uneven or (dh, dw) != (1, 1):
+    if padding == "same" and kh % 2 and kw % 2:
+        padding = (kh // 2, kw // 2)
+    if groups != 1 or x.dim() != 4 or (dh, dw) != (1, 1) or isinstance(padding, str):
         with torch._C.DisableTorchFunction():
-            return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[call-overload, no-any-return]
+            return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
     batch, _, height, width = x.shape
-    rows, columns = (height + 2 * ph - dh * (kh - 1) - 1) // sh + 1, (width + 2 * pw - dw * (kw - 1) - 1) // sw + 1
+    ph, pw = _pair(padding)
+    rows, columns = (height + 2 * ph - kh) // sh + 1, (width + 2 * pw - kw) // sw + 1
     windows = F.pad(x, (pw, pw, ph, ph)).unfold(2, kh, sh).unfold(3, kw, sw)  # [B, I, rows, columns, kh, kw]
     patches = windows.permute(1, 4, 5, 0, 2, 3).reshape(weight[0].numel(), -1)  # [I·kh·kw, B·rows·columns]
     product = weight.flatten(1) @ patches  # one product a client: [O, B·rows·columns]
