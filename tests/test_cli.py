@@ -321,11 +321,20 @@ def test_a_method_is_described_with_keys_that_can_be_set(method: str) -> None:
     told = good(fv("describe", method, "--format", "json"))
     assert {"summary", "sends", "server_sees", "network_sees", "paper"} <= set(told)
     assert {claim["kind"] for claim in told["claims"]} <= {"proved", "measured", "heuristic"}
+    assert told["keys"]["method.name"] == method
     shown = good(fv("describe", method))
+    assert max(map(len, shown.splitlines())) <= 80
     for key, value in told["keys"].items():
         assert key in shown
         if value is not None:
             recipe.read("digits/fedavg", [f"method.name={method}", f"{key}={json.dumps(value)}"])
+
+
+def test_the_keys_of_a_method_are_written_as_in_a_recipe() -> None:
+    shown = good(fv("describe", "fedavg"))
+    assert re.search(r"^  method\.up\.name +raw$", shown, re.M)
+    assert re.search(r"^  method\.feedback +false$", shown, re.M)
+    assert re.search(r"^  method\.local\.steps +none$", shown, re.M)
 
 
 def test_a_checkpoint_is_shown_with_state_and_memories() -> None:

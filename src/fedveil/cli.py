@@ -318,7 +318,7 @@ def _short(value: Any) -> Any:
 
 def _pairs(pairs: Iterable[tuple[str, object]]) -> None:
     """Two columns, the second one wrapped between words."""
-    shown = [(left, "none" if right is None else figure(right)) for left, right in pairs]
+    shown = [(left, str(x).lower() if x is None or isinstance(x, bool) else figure(x)) for left, x in pairs]
     width = max(len(left) for left, _ in shown) + 2
     for left, right in shown:
         lines = textwrap.wrap(right, out.width - width, break_long_words=False, break_on_hyphens=False)
@@ -560,6 +560,9 @@ def describe(method: Annotated[str, _argument("METHOD")], format: Shown = Format
 
 
 def _keys(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """What a recipe can set below `path`, and the present values."""
+    if hasattr(thing, "registry"):
+        yield f"{path}.name", thing.name
     for part in dataclasses.fields(thing):
         value, key = getattr(thing, part.name), f"{path}.{part.name}"
         yield from _keys(value, key) if dataclasses.is_dataclass(value) else [(key, value)]

@@ -43,6 +43,8 @@ class Local:
         task = clients.task
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         large = task.device.type == "cpu" and task.work >= LARGE
+        if task.device.type == "cuda":  # convolutions are in TF32 by default; what stands in for them should be too
+            torch.set_float32_matmul_precision("high")
         self._lanes = 1 if self.debug else self.workers or (cores if large else 1)
         self._fits = 1 if self.debug or not task.stackable else self.stack or (1 if large else 10**9)
         self._pool = ThreadPoolExecutor(self._lanes, "fedveil", initializer=torch.set_num_threads, initargs=(1,))

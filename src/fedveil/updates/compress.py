@@ -84,8 +84,12 @@ class Qsgd(Codec):
         return int(2 ** (self.bits - 1) - 1)
 
     def sizes(self, task: Task) -> Mapping[str, Size]:
-        buckets = -(-task.layout.size // self.bucket)
-        return {**task.sizes, "packed": -(-buckets * self.bucket * self.bits // 8), "buckets": buckets}
+        d = task.layout.size
+        return {**task.sizes, "packed": -(-d * self.bits // 8), "buckets": -(-d // self.bucket)}
+
+    def check(self, task: Task, payload: Quantised) -> None:
+        if int(self._unpack(payload.codes[None]).max()) > 2 * self.levels:
+            raise Refused("out of range", f"a code is above {2 * self.levels}, the highest level of {self.bits} bits")
 
     def encode(
         self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], crowd: Crowd | None
@@ -96,15 +100,15 @@ class Qsgd(Codec):
             scales = buckets.abs().amax(1)
             level = buckets / scales.clamp(min=1e-30)[:, None] * self.levels  # in [-s, s]
             draw = torch.rand(level.shape, generator=seed.child("rounding").torch()).to(level.device)
-            codes = (level + draw).floor().clamp(-self.levels, self.levels).to(torch.int16) + self.levels
-            rows.append(Quantised(self._pack(codes.to(torch.uint8).flatten()).cpu(), scales.cpu()))
+            codes = (level + draw).floor().clamp(-self.levels, self.levels) + self.levels
+            packed = self._pack(codes.to(torch.uint8).flatten()[: len(update)])
+            rows.append(Quantised(packed.cpu(), scales.cpu()))
         return rows
 
     def decode(self, task: Task, w: Tensor, payloads: Sequence[Quantised]) -> Tensor:
         codes, scales = (message.stack(payloads, name).to(w.device) for name in ("codes", "scales"))
-        level = self._unpack(codes).float() - self.levels
-        buckets: Tensor = level.view(*scales.shape, self.bucket) * (scales / self.levels)[..., None]
-        return buckets.flatten(1)[:, : task.layout.size]
+        level = self._unpack(codes)[:, : task.layout.size].float() - self.levels
+        return level * (scales / self.levels).repeat_interleave(self.bucket, 1)[:, : task.layout.size]
 
     def _buckets(self, update: Tensor) -> Tensor:
         """[d] -> [buckets, bucket], the last padded with zeros."""

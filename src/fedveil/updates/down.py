@@ -8,6 +8,7 @@ way from the initial weights, which everyone knows, to the server's.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from fedveil import message
-from fedveil.federation import Cohort, Crowd, State
+from fedveil.federation import BelowQuorum, Cohort, Crowd, State
 from fedveil.message import Answer, Envelope, Folded, Question, Record, Refused, Weights
 from fedveil.task import Task
 from fedveil.updates.codec import Codec, Update
@@ -99,15 +100,22 @@ class Down:
             task = cohort.task
             step = (state.weights - task.initial)[None]
             payload = self.codec.encode(task, task.initial[None], step, [cohort.seed.child("down")], None)[0]
-            cohort.note(cosine_down=_cosine(self._apply(task, task.initial, payload) - task.initial, step[0]))
-            return self._apply(task, task.initial, payload), TrainFrom(message.frame(payload, Envelope())), cohort
+            reached = self._apply(task, task.initial, payload)
+            cohort.note(cosine_down=_cosine(reached - task.initial, step[0]))
+            return reached, TrainFrom(message.frame(payload, Envelope())), cohort
         versions = _versions(state, cohort.task)
         digest = _digest(state.weights)
         questions = {k: self._missed(state, int(versions[k])) for k in cohort.ids}
         answers = cohort.ask(_shared(questions))
         strayed = [k for k, answer in answers.items() if answer.digest != digest]
         full = Follow(_version(state), weights=state.weights)
-        again = cohort.only(strayed).ask(full) if strayed else {}
+        again: Mapping[int, InStep] = {}
+        if strayed:
+            with contextlib.suppress(BelowQuorum):  # the others go on
+                again = cohort.only(strayed).ask(full)
+        for k, answer in again.items():
+            if answer.digest != digest:
+                cohort.refuse(k, Refused("out of step", "it was sent full weights and says that it holds others"))
         in_step = [k for k, answer in {**answers, **again}.items() if answer.digest == digest]
         cohort.note(caught_up=sum(len(q.frames) > 1 for q in questions.values()), resynced=len(strayed))
         return state.weights, TrainHere(_version(state)), cohort.only(in_step)
@@ -138,14 +146,16 @@ class Down:
     # ------------------------------------------------------------------------------------------------ the clients
 
     def follow(self, crowd: Crowd, question: Follow) -> list[InStep]:
-        """Apply the steps each client missed. One client at a time: all must round alike."""
+        """Apply the steps each client missed, which may be fewer than were sent: an answer of an earlier round may have
+        been lost. One client at a time: all must round alike."""
         task, held, digests = crowd.task, [], []
         for memory in crowd.memory:
             before = memory or Held()
             weights = task.initial if before.weights is None else before.weights.to(task.device)
             if question.weights is not None:
                 weights = question.weights.to(task.device)
-            for frame in question.frames:
+            known = len(question.frames) - (question.version - before.version)
+            for frame in question.frames[max(known, 0) :]:
                 weights = self._apply(task, weights, self._read(task, frame))
             held.append(replace(before, version=question.version, weights=weights.cpu()))
             digests.append(InStep(_digest(weights)))
@@ -165,8 +175,14 @@ class Down:
         return self._apply(crowd.task, crowd.task.initial, self._read(crowd.task, question.frame))
 
     def _apply(self, task: Task, w: Tensor, payload: Any) -> Tensor:
+        """The weights an encoded step leads to from `w`, [d] -> [d]; on one thread, so that all sides round alike."""
         assert self.codec
-        return w + self.codec.decode(task, w[None], [payload])[0]
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return w + self.codec.decode(task, w[None], [payload])[0]
+        finally:
+            torch.set_num_threads(threads)
 
     def _read(self, task: Task, frame: bytes) -> Record:
         """A payload from a frame within a question, checked like any other bytes from outside."""

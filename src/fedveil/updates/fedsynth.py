@@ -17,14 +17,14 @@ from fedveil.message import Answer, Count, Shape, Size
 from fedveil.seeds import Seed
 from fedveil.task import Task, cross_entropy, stacked
 from fedveil.updates.codec import Codec
-from fedveil.updates.fit import PRECISIONS, Rounding, Variable, adam, normal
+from fedveil.updates.fit import PRECISIONS, WIDEST, Rounding, Variable, adam, check_points, normal, simplex
 
 
 @message.kind(12)
 class Synthetic(Answer, frozen=True):
     """Synthetic batches, the step sizes on them, and the norm of the update they stand for."""
 
-    images: Annotated[Tensor, Shape(("batches", "batch", "input"), "pixels", -1e3, 1e3)]
+    images: Annotated[Tensor, Shape(("batches", "batch", "input"), "pixels", -WIDEST, WIDEST)]
     labels: Annotated[Tensor, Shape(("batches", "batch", "classes"), "pixels", 0, 255)]
     steps: Annotated[Tensor, Shape(("unrolled",), low=-10, high=10)]  # η, one a step
     norm: Annotated[Tensor, Shape((1,), low=0)]  # H
@@ -41,6 +41,8 @@ class FedSynth(Codec):
     objective:              l2 (default) fits the update; kl fits the updated net's predictions on the client's data;
                             data minimises the loss on the client's data itself (section 5.4)
     labels:                 project (clamp and renormalise after each step) or softmax
+    best:                   of all steps keep the set whose induced weights have the lowest loss on the client's own
+                            data; otherwise, and on the server, the set with the lowest objective
     drift:                  fit over weights drawn from a ball of this radius around w, so that a late answer still
                             decodes well (section 5.1)
     restarts:               fits from different starts, the best of which is sent; they run as one stack
@@ -60,7 +62,7 @@ class FedSynth(Codec):
     step: float = 0.02
     objective: str = "l2"
     labels: str = "project"
-    best: bool = True  # keep the set whose induced weights have the lowest loss on the client's own data
+    best: bool = True
     drift: float = 0.0
     restarts: int = 1
     precision: str = "float32"
@@ -88,6 +90,9 @@ class FedSynth(Codec):
             "pixels": PRECISIONS[self.precision],
         }
 
+    def check(self, task: Task, payload: Synthetic) -> None:
+        check_points(payload.labels, payload.low, payload.high)
+
     # ------------------------------------------------------------------------------------------------ decode
 
     def decode(self, task: Task, w: Tensor, payloads: Sequence[Synthetic]) -> Tensor:
@@ -95,7 +100,7 @@ class FedSynth(Codec):
             message.stack(payloads, name).to(w.device) for name in ("images", "labels", "steps", "norm", "low", "high")
         )
         pixels = Rounding(self.precision, low.float(), high.float()).expand(images)
-        soft = _simplex(Rounding.unit(labels, self.precision).expand(labels))
+        soft = simplex(Rounding.unit(labels, self.precision).expand(labels))
         return -self.induced(task, w, pixels, soft, steps, norm[:, 0])
 
     def induced(
@@ -136,23 +141,25 @@ class FedSynth(Codec):
         own = _own_data(crowd, self.restarts) if crowd and (self.best or self.objective != "l2") else None
         objective = self._objective(task, w, theta, own)
         drifts = self._drifts(tries, w)
-        induced = torch.empty_like(w)
+        induced, present = torch.empty_like(w), torch.empty_like(norm)
         kept = [t.clone() for t in (images, labels, steps)]
-        lowest = torch.full((len(w),), math.inf, device=w.device)
+        lowest = torch.full_like(norm, math.inf)
 
         def sent() -> tuple[Tensor, Tensor]:
             """The batches as the other side will see them."""
             soft = labels if self.labels == "project" else labels.softmax(-1)
             soft = Rounding.unit(soft, self.precision)(soft)
-            return Rounding.of(images, self.precision)(images), _simplex(soft)
+            return Rounding.of(images, self.precision)(images), simplex(soft)
 
         def loss() -> Tensor:
             g = self.induced(task, drifts(), *sent(), steps, norm, fit=True)
+            losses = objective(g)
             induced.copy_(g.detach())
-            return objective(g)
+            present.copy_(losses.detach())
+            return losses
 
         def watch() -> None:
-            score = own.loss(task, w - induced) if own and self.best else (theta - induced).square().sum(1)
+            score = own.loss(task, w - induced) if own and self.best else present
             better = score < lowest
             lowest.copy_(torch.where(better, score, lowest))
             for best, now in zip(kept, (images, labels, steps), strict=True):
@@ -160,7 +167,7 @@ class FedSynth(Codec):
 
         def project() -> None:
             if self.labels == "project":
-                labels.copy_(_simplex(labels))
+                labels.copy_(simplex(labels))
 
         variables = [Variable(images, self.lr), Variable(labels, self.lr), Variable(steps, self.lr_steps)]
         adam(loss, variables, self.decay ** torch.arange(self.fits), project, watch)
@@ -170,7 +177,7 @@ class FedSynth(Codec):
         pixels = Rounding.of(images, self.precision)
         rows = (pixels.shrink(images), Rounding.unit(soft, self.precision).shrink(soft), steps, norm[best, None])
         if crowd:
-            crowd.passes += self.fits * self.batches * self.epochs * self.batch * clients
+            crowd.passes += self.fits * self.batches * self.epochs * self.batch * len(w)
         return [
             Synthetic(x, y, eta, h, float(low), float(high))
             for x, y, eta, h, low, high in zip(*(t.cpu() for t in rows), pixels.low, pixels.high, strict=True)
@@ -201,12 +208,6 @@ class FedSynth(Codec):
             return moved
 
         return drifted
-
-
-def _simplex(labels: Tensor) -> Tensor:
-    """Clamp at 0 and renormalise the last dimension."""
-    positive = labels.clamp(min=0)
-    return positive / positive.sum(-1, keepdim=True).clamp(min=1e-12)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedveil.graphs import repeat
+from fedveil.message import Refused
 from fedveil.seeds import Seed
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
@@ -39,9 +40,11 @@ def adam(
     device = variables[0].value.device
     values = [v.value.requires_grad_() for v in variables]
     first, second = ([torch.zeros_like(v) for v in values] for _ in range(2))
-    taken = torch.zeros((), device=device)
-    last = torch.zeros(len(values[0]), device=device)
-    rates = rates.to(device)
+    taken = torch.zeros(1, dtype=torch.int64, device=device)
+    last = values[0].new_zeros(len(values[0]))
+    time = torch.arange(1, len(rates) + 1, dtype=torch.float64, device=rates.device)
+    rates = (rates / (1 - BETA1**time)).to(last)  # the corrections of Adam's bias, in double as in torch.optim
+    spread = (1 - BETA2**time).sqrt().to(last)
 
     def step() -> None:
         losses = loss()
@@ -50,13 +53,12 @@ def adam(
             last.copy_(losses)
             if watch:
                 watch()
-            rate = rates.index_select(0, taken.long()[None])[0]
+            rate, width = rates.index_select(0, taken), spread.index_select(0, taken)
             taken.add_(1)
-            scale = (1 - BETA2**taken).sqrt() / (1 - BETA1**taken) * rate
             for variable, value, gradient, m, v in zip(variables, values, gradients, first, second, strict=True):
                 m.lerp_(gradient, 1 - BETA1)
                 v.lerp_(gradient.square(), 1 - BETA2)
-                value.sub_(variable.lr * scale * m / (v.sqrt() + EPSILON))
+                value.sub_(variable.lr * rate * m / (v.sqrt() / width + EPSILON))
             if project:
                 project()
 
@@ -77,9 +79,29 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(1) / norms.clamp(min=1e-12)
 
 
+def simplex(labels: Tensor) -> Tensor:
+    """The last dimension clamped at 0 and renormalised; a row with nothing above 0 becomes uniform."""
+    positive = labels.clamp(min=0)
+    total = positive.sum(-1, keepdim=True)
+    return torch.where(total > 1e-12, positive / total.clamp(min=1e-12), 1 / labels.shape[-1])
+
+
 # ---------------------------------------------------------------------------------------------------- fewer bits
 
 PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "uint8": torch.uint8}
+WIDEST = 1e3  # the range of synthetic inputs, either way
+
+
+def check_points(labels: Tensor, low: float, high: float) -> None:
+    """Raise `Refused` where labels […, K] as sent are no probabilities or where 8-bit inputs have no range."""
+    total = labels.sum(-1, dtype=torch.float32)
+    if labels.is_floating_point():
+        if float((total - 1).abs().max()) > 1e-3:
+            raise Refused("out of range", "labels has rows that are not probabilities")
+    elif float(total.min()) == 0:
+        raise Refused("out of range", "labels has a row of zeros")
+    if not -WIDEST <= low <= high <= WIDEST:
+        raise Refused("out of range", f"low {low:g} to high {high:g} is no range within {-WIDEST:g} to {WIDEST:g}")
 
 
 @dataclass(frozen=True)
