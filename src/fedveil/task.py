@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 
 from fedveil.convolution import Unfolded
 from fedveil.data import Data, Split
@@ -114,7 +114,7 @@ class Task:
         self.x, self.y = data.x.to(self.device), data.y.to(self.device)
         self.test_x, self.test_y = data.test_x.to(self.device), data.test_y.to(self.device)
         self.model = copy.deepcopy(model).to(self.device).train()
-        self._models = _PerThread(self.model)
+        self._pure = _Pure(self.model)
         self.layout = Layout.of(model)
         self.initial = self.layout.join(dict(model.named_parameters())).detach().to(self.device, torch.float32).clone()
         self.work = _work(model, data.x[:2])
@@ -122,11 +122,19 @@ class Task:
 
     def f(self, w: Tensor, x: Tensor) -> Tensor:
         """The model as a pure function: weights [d], inputs [B, *input] -> logits [B, K] (or [B, T, K])."""
-        return functional_call(self._models.get(), self.layout.split(w), (x,))  # type: ignore[no-any-return]
+        return self._pure(self.layout.split(w), x)
 
     def losses(self, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """The loss of each record, [B]."""
         return self.loss(self.f(w, x), y)
+
+    def stacked_losses(self, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """The same for C clients with weights of their own: [C, d], [C, B, …], [C, B] -> [C, B].
+
+        Only the model needs to be stacked: a loss of each record does not care whose record it is.
+        """
+        logits = stacked(self.f)(w, x)
+        return self.loss(logits.flatten(0, 1), y.flatten(0, 1)).view(y.shape[:2])
 
     def gradient(self, w: Tensor, x: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Each client's gradient of its mean loss, [C, d], and that loss, [C].
@@ -135,7 +143,7 @@ class Task:
         with none has gradient 0.
         """
         w = w.detach().requires_grad_()
-        mean = (stacked(self.losses)(w, x, y) * mask).sum(1) / mask.sum(1).clamp(min=1)
+        mean = (self.stacked_losses(w, x, y) * mask).sum(1) / mask.sum(1).clamp(min=1)
         (gradient,) = torch.autograd.grad(mean.sum(), w)
         return gradient, mean.detach()
 
@@ -220,17 +228,39 @@ class Rows:
         return index, (np.arange(width) < self.counts[:, None]).astype(np.float32)
 
 
-class _PerThread:
-    """`functional_call` swaps a module's parameters while it runs, so each thread needs a module of its own."""
+class _Pure:
+    """A module called with other weights: what `torch.func.functional_call` does, without walking the module each time.
+
+    Weights are put in the parameters' places while the module runs, so each thread has a module of its own.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._local = model, threading.local()
 
-    def get(self) -> nn.Module:
+    def __call__(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
         if not hasattr(self._local, "model"):
             self._local.model = copy.deepcopy(self._model)
-        model: nn.Module = self._local.model
-        return model
+            self._local.places = _places(self._local.model)
+        places: list[tuple[dict[str, Any], str, str]] = self._local.places
+        try:
+            for holder, name, layer in places:
+                holder[name] = weights[layer]
+            out: Tensor = self._local.model(x)
+            return out
+        finally:
+            for holder, name, _ in places:
+                holder[name] = None  # or the module would keep the graph alive
+
+
+def _places(model: nn.Module) -> list[tuple[dict[str, Any], str, str]]:
+    """Where each parameter is kept, under which name, and its layer's name; tied ones are kept in several places."""
+    layers = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [
+        (module._parameters, name, layers[id(parameter)])
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
 
 
 def _refuse_impure(model: nn.Module, x: Tensor) -> None:

@@ -226,7 +226,7 @@ class _Own:
 
     def loss(self, task: Task, w: Tensor) -> Tensor:
         """Mean loss of each client's data at weights [C, d]: [C]."""
-        return self.mean(stacked(task.losses)(w, self.x, self.y))
+        return self.mean(task.stacked_losses(w, self.x, self.y))
 
 
 def _own_data(crowd: Crowd, restarts: int) -> _Own:

@@ -102,7 +102,7 @@ class FedAvg(Method):
         decoded = (
             self.up.decode(task, base.expand(len(usable), -1), list(usable.values())) if usable else base[None, :0]
         )
-        finite = decoded.isfinite().all(1).tolist() if usable else []
+        finite = decoded.sum(1).isfinite().tolist() if usable else []
         for client, fine in zip(usable, finite, strict=True):
             if not fine:
                 cohort.refuse(client, Refused("not finite", "the decoded update holds a value that is not a number"))
