@@ -17,7 +17,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import fedveil
-from fedveil import cli, message, recipe
+from fedveil import cli, data, message, recipe
+from fedveil.cli import commands, jobs, shell
+from fedveil.cli.options import What
+from fedveil.cli.progress import Interrupt
 from fedveil.message import Envelope
 from fedveil.runs import RunFolder, read_checkpoint
 from fedveil.updates.raw import Update
@@ -67,7 +70,7 @@ def weights(folder: Path | str) -> torch.Tensor:
 
 def stop_after_one_round(patch: pytest.MonkeyPatch) -> None:
     """As if Ctrl-C were pressed in the first round."""
-    patch.setattr(cli.Interrupt, "__call__", lambda self: setattr(self, "asked", True) or True)
+    patch.setattr(Interrupt, "__call__", lambda self: setattr(self, "asked", True) or True)
 
 
 # ---------------------------------------------------------------------------------------------------- run
@@ -114,10 +117,15 @@ def test_what_resume_needs_is_in_the_environment() -> None:
     assert known["command"].startswith("fedveil")
 
 
-def test_auto_leaves_stack_and_workers_to_the_engine() -> None:
-    good(run("a", "--stack", "auto", "--workers", "auto", rounds=1))
-    known = json.loads(Path("a/environment.json").read_text())
-    assert known["stack"] is known["workers"] is None
+def test_a_resume_has_as_many_workers_as_the_run_whatever_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedveil.engines.local.LARGE", 1)  # so that auto is a worker a core
+    for name, cores in (("a", 3), ("b", 2)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        good(run(name, "--stack", "auto", "--workers", "auto", rounds=1))
+        known = json.loads(Path(name, "environment.json").read_text())
+        assert (known["stack"], known["workers"]) == (None, cores)
+    good(fv("resume", "a", "--rounds", 2))  # on two cores now
+    assert json.loads(Path("a/environment.json").read_text())["workers"] == 3
 
 
 def test_a_folder_with_a_run_is_not_written_over() -> None:
@@ -138,6 +146,8 @@ def test_a_folder_with_a_run_is_not_written_over() -> None:
         (["run", "digits/fedavg", "--stack", "0"], "'0' is neither auto nor a number from 1"),
         (["run", "digits/fedavg", "--out", "file"], "file is a file; give a folder"),
         (["run", "mnist/fedavg"], "no data/mnist: put them there"),
+        (["run", "digits/fedavg", "--set", "task.loss=next-character"], "the loss next_character does not fit outputs"),
+        (["run", "digits/tofu", "--set", "method.up.shrink=3"], "shrink 3 do not suit images"),
         (["run", "digits/fedavg", "--format", "xml"], "'xml' is not one of 'table', 'json'"),
         (["frobnicate"], "No such command 'frobnicate'; see 'fedveil --help'"),
         (["resume", "gone"], "gone holds no run that could be resumed"),
@@ -171,6 +181,12 @@ def test_weights_that_run_away_are_a_sentence_of_code_1() -> None:
     assert "out of range: weights" in sentence(run("a", "--set", "method.server.lr=1e12"), 1)
 
 
+def test_a_folder_that_turns_out_unusable_is_a_sentence() -> None:
+    good(run("a", rounds=1))
+    Path("a/recipe.toml").write_text('rounds = 2\n[method]\nname = "scaffold"\n')
+    assert "a holds a run of another method or model" in sentence(fv("resume", "a"))
+
+
 def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", "a/checkpoint")
@@ -186,7 +202,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fedveil, "run", broken)
     result = run("a")
     assert isinstance(result.exception, ValueError)
-    assert result.exception.__notes__ == [cli.BUG]
+    assert result.exception.__notes__ == [shell.BUG]
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,10 +240,10 @@ def test_a_finished_run_says_so_and_can_be_extended() -> None:
 def test_resume_uses_what_the_run_was_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
     good(run("a", "--stack", 1, "--debug", rounds=1))
     made: list[tuple[object, ...]] = []
-    engine = cli.Local
-    monkeypatch.setattr(cli, "Local", lambda *args: made.append(args) or engine(*args))
+    engine = jobs.Local
+    monkeypatch.setattr(jobs, "Local", lambda *args: made.append(args) or engine(*args))
     good(fv("resume", "a", "--rounds", 2))
-    assert made == [(1, None, True)]
+    assert made == [(1, 1, True)]
 
 
 @pytest.mark.parametrize(
@@ -252,8 +268,8 @@ def test_a_damaged_folder_is_a_sentence(name: str, text: str, told: str) -> None
 def test_a_comparison_is_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["compare", "digits/fedavg", "digits/fedsgd", *SMALL, "--out", "c", "--format", "json"]
     loads: list[str] = []
-    load = cli.data.load
-    monkeypatch.setattr(cli.data, "load", lambda name, *args: loads.append(name) or load(name, *args))
+    load = data.load
+    monkeypatch.setattr(data, "load", lambda name, *args: loads.append(name) or load(name, *args))
     with monkeypatch.context() as patch:
         stop_after_one_round(patch)
         result = fv(*command, "--set", "rounds=2")
@@ -275,8 +291,9 @@ def test_a_comparison_is_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_demo_is_of_built_in_recipes() -> None:
-    assert set(cli.DEMO) <= set(recipe.names())
-    assert len(cli.DEMO) == 5
+    assert set(commands.DEMO) <= set(recipe.names())
+    methods = {type(recipe.read(name).method).name for name in commands.DEMO}
+    assert methods == {"fedavg", "scaffold", "fedsynth", "tofu"}
 
 
 def test_a_report_goes_to_the_first_folder_or_where_told() -> None:
@@ -306,8 +323,8 @@ def test_no_command_is_a_question_for_help() -> None:
     assert good(fv()) == good(fv("--help"))
 
 
-@pytest.mark.parametrize("what", list(cli.What))
-def test_lists(what: cli.What) -> None:
+@pytest.mark.parametrize("what", list(What))
+def test_lists(what: What) -> None:
     found = good(fv("list", what, "--format", "json"))
     shown = good(fv("list", what))
     assert all(entry["summary"] and entry["name"] in shown for entry in found)

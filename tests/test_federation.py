@@ -1,6 +1,7 @@
 """The loop on the hardest shapes: several asks a round, routed questions, memory, clients that were away."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 import fedveil as fv
 from fedveil.engines import Local
-from fedveil.federation import Memory, Reply
+from fedveil.federation import Memory, Reply, Starved
 from fedveil.message import Refused
 from fedveil.updates.raw import Control
 from toys import FourStages, LastReference, OtherProcess, Tamper, Twice, linear_task
@@ -112,8 +113,18 @@ def test_all_clients_failing_stops_with_the_reason():
     def lose(round_, replies):
         return [Reply(r.client, problem="failed: battery empty") for r in replies]
 
-    with pytest.raises(RuntimeError, match=r"no client answered for 5 rounds.*battery empty"):
+    with pytest.raises(Starved, match=r"no client answered for 5 rounds.*: 2 × failed: battery empty$"):
         fv.run(linear_task(), fv.FedAvg(), rounds=20, cohort=2, engine=Tamper(lose))
+
+
+def test_reasons_that_differ_in_numbers_only_are_told_once():
+    def lose(round_, replies):
+        far = [f"refused: out of range: update reaches from -{r.client}e+06 to {r.client}.5" for r in replies]
+        return [Reply(r.client, problem=why) for r, why in zip(replies, ["failed: no power", *far[1:]], strict=True)]
+
+    told = "failed: no power, 3 × refused: out of range: update reaches from -1e+06 to 1.5"
+    with pytest.raises(Starved, match=re.escape(told) + "$"):
+        fv.run(linear_task(), fv.FedAvg(), rounds=20, cohort=4, engine=Tamper(lose))
 
 
 def test_early_stop_on_a_target():

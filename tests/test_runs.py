@@ -15,7 +15,7 @@ from fedveil.data import from_tensors
 from fedveil.engines import Local
 from fedveil.federation import Reply
 from fedveil.message import Refused
-from fedveil.runs import KEPT, RunFolder, environment, read_checkpoint
+from fedveil.runs import KEPT, RunError, RunFolder, environment, read_checkpoint
 from fedveil.updates.raw import Control
 from fedveil.updates.server import ServerState
 from toys import LastReference, Tamper, kept, linear_task
@@ -167,12 +167,12 @@ def test_a_figure_that_is_not_a_number_does_not_spoil_the_ledger(tmp_path):
 
 def test_a_folder_of_another_method_or_model_is_refused(tmp_path):
     train(tmp_path, METHODS["scaffold"])
-    with pytest.raises(ValueError, match="holds a run of another method or model; choose another folder"):
+    with pytest.raises(RunError, match="holds a run of another method or model; choose another folder"):
         train(tmp_path, METHODS["fedavg"])
     x, y = torch.randn(8, 5), torch.arange(8) % 2
     data = from_tensors(x, y, x, y, classes=2)
     other = fv.Task(nn.Linear(5, 2), data, fv.split("iid", data, 4, fv.Seed.root(0)))
-    with pytest.raises(ValueError, match="holds a run of another method or model; choose another folder"):
+    with pytest.raises(RunError, match="holds a run of another method or model; choose another folder"):
         fv.run(other, METHODS["scaffold"], rounds=9, cohort=2, folder=tmp_path)
 
 

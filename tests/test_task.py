@@ -174,3 +174,22 @@ def test_layout_of_a_stack():
     parts = layout.split(torch.arange(16.0).view(2, 8))
     assert parts["weight"].shape == (2, 2, 3)
     assert parts["bias"].tolist() == [[6.0, 7.0], [14.0, 15.0]]
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (
+            "next-character",
+            r"the loss next_character does not fit outputs of shape \[2, 2\] and labels of shape \[2\] \(",
+        ),
+        (lambda logits, y: logits.sum(), r"its result has shape \[\], not one number a record"),
+        (nn.CrossEntropyLoss(reduction="mean"), r"does not fit .*its result has shape \[\]"),
+    ],
+)
+def test_a_loss_that_does_not_fit_is_one_sentence(loss, told):
+    x = torch.randn(4, 3, generator=fv.Seed.root(0).torch())
+    data = from_tensors(x, torch.tensor([0, 1, 0, 1]), x, torch.tensor([0, 1, 0, 1]), classes=2)
+    with pytest.raises(ValueError, match=told) as refusal:
+        fv.Task(nn.Linear(3, 2), data, fv.split("iid", data, 2, fv.Seed.root(0)), loss=loss)
+    assert "\n" not in str(refusal.value)

@@ -13,6 +13,7 @@ from fedveil.updates.fedsynth import FedSynth
 from fedveil.updates.local import Local
 from fedveil.updates.raw import FedAvg, FedProx, FedSGD, QFedAvg, Scaffold
 from fedveil.updates.server import Merge, Server
+from fedveil.updates.squeeze import Zstd
 from fedveil.updates.synthetic import FedSynthAvg, TofuAvg
 from fedveil.updates.tofu import Tofu
 
@@ -57,6 +58,7 @@ __all__ = [
     "Tofu",
     "TofuAvg",
     "TopK",
+    "Zstd",
     "load",
     "run",
     "split",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from torch import Tensor
 from fedveil import message
 from fedveil.ledger import Ledger, Result, Row
 from fedveil.message import Answer, Envelope, Folded, Question, Record, Refused, Size, Weights
-from fedveil.runs import RunFolder
+from fedveil.runs import RunError, RunFolder
 from fedveil.seeds import Seed
 from fedveil.task import Rows, Task
 
@@ -125,6 +126,10 @@ class Sampling:
 
 class BelowQuorum(Exception):
     """Too few answers: the round ends here and the state stays what it was."""
+
+
+class Starved(RuntimeError):
+    """Round after round without an answer that could be used: the run ends here."""
 
 
 class Answers(Mapping[int, Any]):
@@ -554,7 +559,7 @@ def run(
         state, done = method.begin(task), 0
         if home and saved:
             if type(saved.state) is not type(state) or saved.state.weights.shape != state.weights.shape:
-                raise ValueError(f"{home.path} holds a run of another method or model; choose another folder")
+                raise RunError(f"{home.path} holds a run of another method or model; choose another folder")
             state, done = _onto(saved.state, task.device), saved.round
             federation.clients.memory.entries = saved.memory
         ledger = home.ledger(done) if home else Ledger()
@@ -571,10 +576,18 @@ def run(
                 observer(row)
             failed = failed + 1 if _unanswered(row) else 0
             if failed >= patience:
-                reasons = ", ".join(sorted(set(row.missing.values())))
-                raise RuntimeError(f"no client answered for {failed} rounds; the last reasons were: {reasons}")
+                reasons = _grouped(row.missing.values())
+                raise Starved(f"no client answered for {failed} rounds; the last reasons were: {reasons}")
             finished = _reached(row, target) or stop()
         return Result(method.name, state.weights.cpu(), ledger, task)
+
+
+def _grouped(reasons: Iterable[str]) -> str:
+    """Reasons in one sentence; of those that differ in their numbers only, the first and how many there are."""
+    alike: dict[str, list[str]] = {}
+    for reason in reasons:
+        alike.setdefault(re.sub(r"-?\d[\d.e+-]*", "#", reason), []).append(reason)
+    return ", ".join(same[0] if len(same) == 1 else f"{len(same)} × {same[0]}" for same in alike.values())
 
 
 def _unanswered(row: Row) -> bool:

@@ -329,8 +329,10 @@ def _check_tensor(name: str, tensor: Tensor, schema: Shape, sizes: Mapping[str, 
 
 
 def size_limit(record: type[Record], sizes: Mapping[str, Size]) -> int:
-    """The most bytes a frame of this kind can have."""
-    total = _PREFIX.size + 1024
+    """The most bytes a frame of this kind can have: tensors, a few scalars, and "bytes" for what varies in length."""
+    more = sizes.get("bytes", 0)
+    assert isinstance(more, int)
+    total = _PREFIX.size + 1024 + more
     for schema in fields(record).values():
         dtype, shape = schema.bind(sizes)
         total += math.prod(shape) * dtype.itemsize + 8

@@ -26,6 +26,10 @@ KEPT = 2
 _DIGEST = 16
 
 
+class RunError(ValueError):
+    """A folder that holds no run that could be used here: another method's, damaged, or in use."""
+
+
 class Remembered(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One entry of one client's memory, as a frame of its own."""
 
@@ -64,13 +68,13 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
-            raise ValueError(f"{self.path} is a file; give a folder for the run") from None
+            raise RunError(f"{self.path} is a file; give a folder for the run") from None
         self._lock = open(self.path / "lock", "w")  # noqa: SIM115 - held as long as the folder is
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.close()
-            raise ValueError(
+            raise RunError(
                 f"{self.path} is being written by another process; wait for it or choose another folder"
             ) from None
 
@@ -88,9 +92,12 @@ class RunFolder:
     def ledger(self, rounds: int) -> Ledger:
         """The ledger, cut back to its first `rounds` rows, open for more."""
         path = self.path / "ledger.jsonl"
-        rows = Ledger.read(path).rows[:rounds] if path.exists() else []
+        try:
+            rows = Ledger.read(path).rows[:rounds] if path.exists() else []
+        except ValueError as error:
+            raise RunError(error) from None
         if len(rows) < rounds:
-            raise ValueError(
+            raise RunError(
                 f"{path} has {len(rows)} rows but the checkpoint is of round {rounds}; the ledger was damaged"
             )
         _write(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
@@ -128,7 +135,7 @@ class RunFolder:
             except (Refused, OSError) as error:
                 problems.append(f"{path.name} ({error})")
         if problems:
-            raise ValueError(f"no checkpoint in {self.path} can be read: {', '.join(problems)}")
+            raise RunError(f"no checkpoint in {self.path} can be read: {', '.join(problems)}")
         return None
 
     def _checkpoint(self, round_: int) -> Path:

@@ -111,6 +111,7 @@ class Task:
         self.device = torch.device(device)
         self.data, self.clients = data, split
         self.loss = LOSSES[loss] if isinstance(loss, str) else loss
+        _refuse_loss(self.loss, model, data)
         self.x, self.y = data.x.to(self.device), data.y.to(self.device)
         self.test_x, self.test_y = data.test_x.to(self.device), data.test_y.to(self.device)
         self.model = copy.deepcopy(model).to(self.device).train()
@@ -299,6 +300,24 @@ def _refuse_impure(model: nn.Module, x: Tensor) -> None:
         raise ValueError(
             "the model gives two outputs for one input; remove what draws random numbers or keeps state between calls"
         )
+
+
+def _refuse_loss(loss: Loss, model: nn.Module, data: Data) -> None:
+    """Refuse a loss that is not a number a record for what the model returns and the data's labels."""
+    y = data.y[:2]
+    with torch.no_grad():
+        logits = _call(copy.deepcopy(model).cpu(), data.x[:2])
+        try:
+            shape = list(loss(logits, y).shape)
+            if shape == [len(y)]:
+                return
+            found = f"its result has shape {shape}, not one number a record"
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            found = " ".join(str(error).split())
+    raise ValueError(
+        f"the loss {getattr(loss, '__name__', loss)} does not fit outputs of shape {list(logits.shape)} and labels of "
+        f"shape {list(y.shape)} ({found}); use another loss or model"
+    )
 
 
 def _work(model: nn.Module, x: Tensor) -> int:

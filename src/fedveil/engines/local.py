@@ -11,12 +11,17 @@ import torch
 
 from fedveil.federation import Clients, Letter, Reply
 from fedveil.message import KINDS
+from fedveil.task import Task
 
 # On a CPU a step of a small model costs mostly its dispatch, which threads take turns at: one worker with all clients
 # in one stack is fastest. A step of a larger one costs arithmetic, which grouped kernels do no faster than plain ones:
 # then it is a worker a core, a client at a time. Multiply-adds a record where the second begins; the digits CNN has 25
 # thousand, LeNet5 416 thousand (`make bench`).
 LARGE = 100_000
+
+
+def _large(task: Task) -> bool:
+    return task.device.type == "cpu" and task.work >= LARGE
 
 
 class ClientFailure(Exception):
@@ -41,13 +46,16 @@ class Local:
     def open(self, clients: Clients) -> None:
         self._clients = clients
         task = clients.task
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        large = task.device.type == "cpu" and task.work >= LARGE
         if task.device.type == "cuda":  # convolutions are in TF32 by default; what stands in for them should be too
             torch.set_float32_matmul_precision("high")
-        self._lanes = 1 if self.debug else self.workers or (cores if large else 1)
-        self._fits = 1 if self.debug or not task.stackable else self.stack or (1 if large else 10**9)
+        self._lanes = self.lanes(task)
+        self._fits = 1 if self.debug or not task.stackable else self.stack or (1 if _large(task) else 10**9)
         self._pool = ThreadPoolExecutor(self._lanes, "fedveil", initializer=torch.set_num_threads, initargs=(1,))
+
+    def lanes(self, task: Task) -> int:
+        """How many workers there are for a task. All else that the engine chooses is the same on every machine."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return 1 if self.debug else self.workers or (cores if _large(task) else 1)
 
     def close(self) -> None:
         if self._pool:

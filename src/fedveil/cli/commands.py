@@ -1,0 +1,300 @@
+"""The commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import fedveil
+from fedveil import data, models, recipe
+from fedveil.cli import records, show
+from fedveil.cli.jobs import Job, Where, choose, holds_run
+from fedveil.cli.options import (
+    DataDir,
+    Debug,
+    Device,
+    Fetch,
+    Format,
+    Noise,
+    Out,
+    Sets,
+    Shown,
+    Stack,
+    Version,
+    What,
+    Workers,
+    argument,
+    option,
+)
+from fedveil.cli.progress import INTERRUPTED, Interrupt
+from fedveil.cli.shell import Plainly, out, say
+from fedveil.federation import METHODS
+from fedveil.message import Refused
+from fedveil.recipe import Recipe
+
+DEMO = [
+    "digits/fedavg",
+    "digits/scaffold",
+    "digits/fedavg-qsgd",
+    "digits/fedavg-top-k",
+    "digits/fedsynth",
+    "digits/tofu",
+]
+
+app = typer.Typer(cls=Plainly, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+def main() -> None:
+    app()
+
+
+@app.callback(invoke_without_command=True)
+def root(context: typer.Context, version: Version = False) -> None:
+    """Federated learning in which no raw gradient leaves a client.
+
+    Start with: fedveil run digits/fedavg
+    """
+    if version:
+        out.out(fedveil.__version__)
+    elif context.invoked_subcommand is None:
+        out.out(context.get_help())
+
+
+@app.command()
+def run(
+    source: Annotated[str, argument("RECIPE")],
+    changes: Sets = None,
+    folder: Out = None,
+    data_dir: DataDir = None,
+    fetch: Fetch = False,
+    device: Device = "auto",
+    stack: Stack = None,
+    workers: Workers = None,
+    debug: Debug = False,
+    insecure_test_noise: Noise = False,
+    format: Shown = Format.table,
+) -> None:
+    """Train as RECIPE says: a built-in name or a TOML file.
+
+    Ctrl-C stops after the round, and 'fedveil resume' goes on.
+
+    Example: fedveil run digits/fedavg --set rounds=5 --set method.local.lr=0.1
+    """
+    plan = recipe.read(source, changes or ())
+    path = folder or _fresh(_name(source))
+    if holds_run(path):
+        raise ValueError(f"{path} already holds a run; 'fedveil resume {path}' continues it, or choose another --out")
+    job = Job.new(path, plan, choose(data_dir, device, stack, workers, debug, insecure_test_noise))
+    _finish(job, fetch, format)
+
+
+@app.command()
+def resume(
+    path: Annotated[Path, argument("DIR")],
+    rounds: Annotated[int | None, option("--rounds", "N", "Go on to N rounds in all.")] = None,
+    format: Shown = Format.table,
+) -> None:
+    """Continue the run in DIR, or extend a finished one.
+
+    Example: fedveil resume runs/demo/digits-fedavg --rounds 40
+    """
+    job = Job.held(path)
+    done = len(job.ledger.rows)
+    if rounds is not None:
+        if rounds < done:
+            raise ValueError(f"{path} has {done} rounds already; --rounds cannot be {rounds}")
+        job.recipe = dataclasses.replace(job.recipe, rounds=rounds)
+    if job.ended:
+        reached = f"its target accuracy {job.recipe.target:g}" if job.ended == "target" else "the last of its rounds"
+        say(f"{path} is finished: it reached {reached} in round {done}")
+        _tell(job, format)
+    else:
+        _finish(job, False, format)
+
+
+def _finish(job: Job, fetch: bool, format: Format) -> None:
+    """Train, and tell what came of it."""
+    hint = f"'fedveil resume {job.path}'"
+    task = job.recipe.on(job.data(fetch, {}), job.where.device)
+    with Interrupt(hint) as interrupt:
+        job.train(task, interrupt)
+    _tell(job, format)
+    if not job.ended:
+        say(f"stopped after round {len(job.ledger.rows)} of {job.recipe.rounds}; {hint} goes on")
+        raise typer.Exit(INTERRUPTED)
+
+
+def _tell(job: Job, format: Format) -> None:
+    if format is Format.json:
+        show.as_json(job.summary())
+    else:
+        show.pairs((key.replace("_", " "), value) for key, value in job.summary().items() if value is not None)
+
+
+def _name(source: str) -> str:
+    """What the folder of a recipe is called."""
+    return Path(source).stem if source.endswith(".toml") else source.replace("/", "-")
+
+
+def _fresh(name: str) -> Path:
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+@app.command()
+def compare(
+    sources: Annotated[list[str] | None, argument("[RECIPE]...")] = None,
+    changes: Sets = None,
+    folder: Out = None,
+    data_dir: DataDir = None,
+    fetch: Fetch = False,
+    device: Device = "auto",
+    stack: Stack = None,
+    workers: Workers = None,
+    debug: Debug = False,
+    insecure_test_noise: Noise = False,
+    format: Shown = Format.table,
+) -> None:
+    """Run several recipes and write one report.
+
+    Each run goes to a folder of its own in --out; one that is there already is continued, or used if it is finished.
+    Without a RECIPE six methods, two of them with synthetic data, are compared on digits.
+
+    Example: fedveil compare digits/fedavg digits/scaffold --set rounds=10
+    """
+    home, chosen = folder or _fresh("compare"), sources or DEMO
+    where = choose(data_dir, device, stack, workers, debug, insecure_test_noise)
+    plans = {home / _name(source): recipe.read(source, changes or ()) for source in chosen}
+    if len(plans) < len(chosen):
+        raise ValueError("two of the recipes have one name and would share a folder; name each once")
+    jobs = [_job(path, plan, where) for path, plan in plans.items()]
+    loaded: dict[str, data.Data] = {}
+    for job in jobs:
+        if job.ended:
+            say(f"{job.path} is finished already and used as it is")
+        else:
+            job.data(fetch, loaded)  # what is missing should show before anything is trained
+    with Interrupt(f"the same command with --out {home}") as interrupt:
+        for job in jobs:
+            if not job.ended and not interrupt.asked:
+                job.train(job.recipe.on(job.data(fetch, loaded), job.where.device), interrupt)
+    begun = [job for job in jobs if job.ledger.rows]
+    page = _report([job.path for job in begun], home / "report.html") if all(job.ended for job in jobs) else None
+    if format is Format.json:
+        show.as_json({"runs": [job.summary() for job in begun], "report": page and str(page)})
+    else:
+        show.comparison(begun)
+    if page is None:
+        say(f"stopped; {interrupt.hint} goes on")
+        raise typer.Exit(INTERRUPTED)
+    say(f"the report is {page}")
+
+
+def _job(path: Path, plan: Recipe, where: Where) -> Job:
+    """The run of `plan` in `path`: the one that is there, or a new one."""
+    if not holds_run(path):
+        return Job.new(path, plan, where)
+    job = Job.held(path)
+    if job.recipe != plan:
+        raise ValueError(f"{path} holds a run of another recipe; choose another --out or delete that folder")
+    return job
+
+
+def _report(folders: Sequence[Path], path: Path) -> Path:
+    from fedveil.report import write
+
+    return write(folders, path)
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], argument("DIR...")],
+    file: Annotated[Path | None, option("-o", "FILE", "By default report.html in the first DIR.")] = None,
+) -> None:
+    """Write one HTML page about the runs in some folders.
+
+    Example: fedveil report runs/demo/digits-fedavg runs/demo/digits-scaffold
+    """
+    out.out(_report(folders, file or folders[0] / "report.html"))
+
+
+@app.command("list")
+def list_(what: Annotated[What, argument("methods|models|data|recipes")], format: Shown = Format.table) -> None:
+    """List methods, models, data sets or recipes.
+
+    Example: fedveil list recipes
+    """
+    tables: dict[What, Callable[[], dict[str, str]]] = {
+        What.methods: lambda: {name: method.about.summary for name, method in METHODS.items()},
+        What.models: lambda: {name: _first_line(model) for name, model in models.MODELS.items()},
+        What.data: lambda: {name: _first_line(getattr(load, "func", load)) for name, load in data.SETS.items()},
+        What.recipes: lambda: {name: _setting(recipe.read(name)) for name in recipe.names()},
+    }
+    found = tables[what]()
+    if format is Format.json:
+        show.as_json([{"name": name, "summary": summary} for name, summary in found.items()])
+    else:
+        show.pairs(found.items())
+
+
+def _first_line(thing: object) -> str:
+    return (thing.__doc__ or "").partition("\n")[0]
+
+
+def _setting(plan: Recipe) -> str:
+    over = "" if plan.split.kind == "natural" else f" over {plan.split.clients} clients"
+    return f"{plan.split.kind} split{over}, {plan.cohort.size} a round, {plan.rounds} rounds"
+
+
+@app.command()
+def describe(method: Annotated[str, argument("METHOD")], format: Shown = Format.table) -> None:
+    """Say what METHOD sends, who sees it, and which keys it has.
+
+    Example: fedveil describe scaffold
+    """
+    if method not in METHODS:
+        raise ValueError(f"there is no method '{method}'{recipe.nearest(method, METHODS)}")
+    about, keys = METHODS[method].about, dict(_keys(METHODS[method](), "method"))
+    if format is Format.json:
+        claims = [{"kind": kind, "sentence": sentence} for kind, sentence in about.claims]
+        show.as_json({"name": method, **vars(about), "claims": claims, "keys": keys})
+        return
+    words = [(name.replace("_", " "), text) for name, text in vars(about).items() if name not in ("claims", "paper")]
+    show.pairs([("method", method), *words, *about.claims, ("paper", about.paper)])
+    out.out("\nkeys for --set, with their defaults")
+    show.pairs((f"  {key}", value) for key, value in keys.items())
+
+
+def _keys(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """What a recipe can set below `path`, and the present values."""
+    if hasattr(thing, "registry"):
+        yield f"{path}.name", thing.name
+    for part in dataclasses.fields(thing):
+        value, key = getattr(thing, part.name), f"{path}.{part.name}"
+        yield from _keys(value, key) if dataclasses.is_dataclass(value) else [(key, value)]
+
+
+@app.command()
+def inspect(file: Annotated[Path, argument("FILE")], format: Shown = Format.table) -> None:
+    """Show what a checkpoint or a message holds.
+
+    Example: fedveil inspect runs/demo/digits-scaffold/checkpoint-00000020.fv
+    """
+    if not file.is_file():
+        raise ValueError(f"there is no file {file}")
+    try:
+        head, found = records.opened(file.read_bytes())
+    except Refused as error:
+        raise ValueError(f"{file} cannot be shown: {error}") from None
+    parts = [(part, type(record).__name__, records.fields(record)) for part, record in found]
+    if format is Format.json:
+        show.as_json(head | {"records": [{"part": part, "kind": kind, "fields": seen} for part, kind, seen in parts]})
+        return
+    show.pairs(head.items())
+    for part, kind, seen in parts:
+        out.out(f"\n{part}: {kind}")
+        show.pairs((f"  {name}", records.line(value)) for name, value in seen.items())

@@ -1,0 +1,149 @@
+"""A run in its folder: how it is begun, found again and finished."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import torch
+
+import fedveil
+from fedveil import data, recipe
+from fedveil.cli.progress import Watch
+from fedveil.cli.shell import BUG, say
+from fedveil.data.files import data_directory
+from fedveil.engines.local import ClientFailure, Local
+from fedveil.federation import Starved
+from fedveil.ledger import Ledger
+from fedveil.message import Refused
+from fedveil.recipe import Recipe
+from fedveil.runs import RunError, RunFolder, environment
+from fedveil.task import Task
+
+PICTURED = 5000  # clients of a split that is worth a picture
+
+
+class Where(msgspec.Struct, frozen=True):
+    """What a run depends on besides its recipe, as far as the user decides it; `resume` reads it again."""
+
+    data_dir: str
+    device: str
+    stack: int | None
+    workers: int | None
+    threads: int
+    debug: bool
+    insecure_test_noise: bool
+
+
+def choose(folder: Path | None, device: str, stack: int | None, workers: int | None, debug: bool, noise: bool) -> Where:
+    if noise:
+        say("warning: the private randomness is fixed, so noise protects nobody in this run")
+    directory = str(data_directory(folder).absolute())
+    return Where(directory, recipe.pick_device(device), stack, workers, torch.get_num_threads(), debug, noise)
+
+
+@dataclass
+class Job:
+    """A run in its folder: not begun, stopped or finished."""
+
+    path: Path
+    recipe: Recipe
+    environment: Mapping[str, Any]
+    ledger: Ledger = field(default_factory=Ledger)  # of the rounds that the newest checkpoint covers
+
+    @staticmethod
+    def new(path: Path, plan: Recipe, where: Where) -> Job:
+        command = shlex.join(["fedveil", *sys.argv[1:]])
+        return Job(path, plan, environment(command=command, **msgspec.structs.asdict(where)))
+
+    @staticmethod
+    def held(path: Path) -> Job:
+        """The job that a folder holds. A folder that holds none is a ValueError."""
+        for name in ("recipe.toml", "environment.json"):
+            if not (path / name).is_file():
+                raise ValueError(f"{path} holds no run that could be resumed: there is no {name} in it")
+        try:
+            known = msgspec.json.decode((path / "environment.json").read_bytes(), type=dict[str, Any])
+            msgspec.convert(known, Where)
+        except ValueError as error:
+            raise ValueError(f"{path / 'environment.json'} is damaged: {error}") from None
+        with closing(RunFolder(path)) as folder:
+            saved = folder.load()
+            rows = folder.ledger(saved.round if saved else 0).rows
+        return Job(path, recipe.read(str(path / "recipe.toml")), known, Ledger(rows))
+
+    @property
+    def where(self) -> Where:
+        return msgspec.convert(self.environment, Where)
+
+    @property
+    def ended(self) -> str | None:
+        """Why no round is left to do; None if some are."""
+        rows, target = self.ledger.rows, self.recipe.target
+        if rows and target is not None and rows[-1].metrics.get("accuracy", 0.0) >= target:
+            return "target"
+        return "rounds" if len(rows) >= self.recipe.rounds else None
+
+    def summary(self) -> dict[str, Any]:
+        figures = self.ledger.summary(self.recipe.method.name)
+        return figures | {"out": str(self.path), "stopped": self.ended or "interrupt"}
+
+    def data(self, fetch: bool, loaded: dict[str, data.Data]) -> data.Data:
+        """The job's data set, read once for all jobs that share `loaded`."""
+        task, directory = self.recipe.task, self.where.data_dir
+        key = repr((task.data, task.data_options, directory))
+        if key not in loaded:
+            loaded[key] = data.load(task.data, directory, fetch, **task.data_options)
+        return loaded[key]
+
+    def train(self, task: Task, stop: Callable[[], bool]) -> None:
+        """Do the rounds that are left."""
+        plan, where = self.recipe, self.where
+        plan.method.begin(task)  # says what does not suit the task, before anything is written
+        engine = Local(where.stack, where.workers, where.debug)
+        self.environment = {**self.environment, "workers": engine.lanes(task)}  # a resume elsewhere needs as many
+        torch.set_num_threads(where.threads)
+        with closing(RunFolder(self.path)) as folder, Watch(self.recipe.rounds, self.ledger) as watch:
+            folder.describe(plan.toml(), dict(self.environment))
+            _picture(task, self.path / "split.svg")
+            say(f"{plan.method.name}, {plan.rounds} rounds, in {self.path}")
+            try:
+                result = fedveil.run(
+                    task,
+                    plan.method,
+                    rounds=plan.rounds,
+                    cohort=plan.cohort,
+                    seed=plan.seed,
+                    engine=engine,
+                    evaluate_every=plan.evaluate_every,
+                    target=plan.target,
+                    folder=folder,
+                    observer=watch,
+                    stop=stop,
+                    insecure_test_noise=plan.seed if where.insecure_test_noise else None,
+                )
+            except Exception as error:
+                if isinstance(error, (ClientFailure, Refused, Starved)):
+                    raise click.ClickException(f"the run ended early: {error}") from None
+                if not isinstance(error, RunError):
+                    error.add_note(BUG)
+                raise
+        self.ledger = result.ledger
+
+
+def _picture(task: Task, path: Path) -> None:
+    if len(task.clients) <= PICTURED and not path.exists():
+        from fedveil.report.figures import svg
+
+        path.write_text(svg(task.clients.picture(task.data.y, task.data.labels)), encoding="utf-8")
+
+
+def holds_run(path: Path) -> bool:
+    return (path / "ledger.jsonl").exists() or any(path.glob("checkpoint-*.fv"))

@@ -1,0 +1,41 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Format = StrEnum("Format", ["table", "json"])
+What = StrEnum("What", ["methods", "models", "data", "recipes"])
+
+
+def number(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise typer.BadParameter(f"'{text}' is neither auto nor a number from 1")
+    return int(text)
+
+
+def option(name: str, metavar: str | None, text: str, **more: Any) -> Any:
+    return typer.Option(name, metavar=metavar, help=text, show_default=False, **more)
+
+
+def argument(metavar: str) -> Any:
+    return typer.Argument(metavar=metavar, hidden=True)
+
+
+Sets = Annotated[list[str] | None, option("--set", "KEY=VALUE", "Change a key of the recipe; may be repeated.")]
+Out = Annotated[Path | None, option("--out", "DIR", "Where to write; by default a new folder below runs/.")]
+DataDir = Annotated[Path | None, option("--data-dir", "DIR", "Where data sets lie; else FEDVEIL_DATA says.")]
+Fetch = Annotated[bool, option("--fetch", None, "Download the data if it is missing.")]
+Device = Annotated[str, option("--device", "auto|cpu|cuda", "Where to train; auto is a GPU if there is one.")]
+Stack = Annotated[int | None, option("--stack", "N|auto", "Clients trained as one.", parser=number)]
+Workers = Annotated[int | None, option("--workers", "N|auto", "Stacks trained side by side.", parser=number)]
+Debug = Annotated[bool, option("--debug", None, "One client at a time; the first failure ends the run.")]
+Noise = Annotated[bool, option("--insecure-test-noise", None, "Fix the private randomness, for tests only.")]
+Version = Annotated[bool, option("--version", None, "Print the version.")]
+Shown = Annotated[Format, option("--format", "table|json", "What stdout gets; by default a table.")]

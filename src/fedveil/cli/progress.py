@@ -1,0 +1,80 @@
+"""A run as it goes: progress on stderr, and Ctrl-C."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import time
+from types import FrameType
+
+from rich.filesize import decimal
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+from fedveil.cli.shell import err
+from fedveil.ledger import Ledger, Row
+
+INTERRUPTED = 130
+LINE_EVERY = 5.0  # seconds, where stderr is no terminal
+
+
+class Watch:
+    """Progress on stderr: one line that renews itself on a terminal, elsewhere a line every few seconds."""
+
+    def __init__(self, rounds: int, done: Ledger) -> None:
+        self.rounds, self.first = rounds, len(done.rows)
+        self.up, self.accuracy = sum(row.bytes_up for row in done.rows), ""
+        self.began, self.told = time.monotonic(), -LINE_EVERY
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=10))
+        self.bar = Progress(*columns, console=err, disable=not err.is_terminal)
+        self.line = self.bar.add_task(f"round {self.first}/{self.rounds}", total=self.rounds)
+
+    def __enter__(self) -> Watch:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def __call__(self, row: Row) -> None:
+        self.up += row.bytes_up
+        if "accuracy" in row.metrics:
+            self.accuracy = f"  accuracy {row.metrics['accuracy']:.4f}"
+        now = time.monotonic()
+        left = round((now - self.began) / (row.round - self.first) * (self.rounds - row.round))
+        line = f"round {row.round}/{self.rounds}{self.accuracy}  {decimal(self.up)} up"
+        line += f"  {datetime.timedelta(seconds=left)} left" if left else ""
+        self.bar.update(self.line, completed=row.round, description=line)
+        if self.bar.disable and now - self.told >= LINE_EVERY:
+            self.told = now
+            err.print(line, soft_wrap=True)
+
+
+class Interrupt:
+    """Ctrl-C: the first one stops after the round, the second one at once."""
+
+    def __init__(self, hint: str) -> None:
+        self.hint, self.asked = hint, False
+
+    def __enter__(self) -> Interrupt:
+        self._before = signal.signal(signal.SIGINT, self._caught)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def _caught(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:  # run folders survive a kill at any moment; an exception would wait for the engine's threads
+            _interject(f"aborted; {self.hint} goes on from the last finished round", "\x1b[?25h")  # shows the cursor
+            os._exit(INTERRUPTED)
+        self.asked = True
+        _interject("stopping after this round; Ctrl-C again aborts at once")
+
+
+def _interject(sentence: str, control: str = "") -> None:
+    """Say something from a signal handler, which may have interrupted a write to stderr: past its buffer."""
+    start = f"\r\x1b[2K{control}" if err.is_terminal else ""  # in place of the progress bar, which comes again below
+    os.write(2, f"{start}fedveil: {sentence}\n".encode())

@@ -1,0 +1,53 @@
+"""What a checkpoint or a message holds, in figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedveil import message
+from fedveil.message import KINDS, SERVER, Record, Refused
+from fedveil.runs import Checkpoint, read_checkpoint
+
+
+def opened(raw: bytes) -> tuple[dict[str, Any], list[tuple[str, Record]]]:
+    """What stands on the envelope, and the records inside, each with what it is. Raises `Refused`."""
+    number, where = message.envelope(raw)
+    if number not in KINDS:
+        raise Refused("wrong kind", f"this program knows no record of kind {number}")
+    head = {"kind": KINDS[number].__name__, "run": where.run.hex(), "round": where.round}
+    if number != Checkpoint.kind:
+        head |= {"client": "server" if where.client == SERVER else where.client, "question": where.serial}
+        return head, [("record", message.unframe(raw, KINDS, len(raw))[0])]
+    saved = read_checkpoint(raw)
+    memories = [
+        (f"memory of client {client}, round {round_}, question {serial}", record)
+        for client, entries in saved.memory.items()
+        for round_, serial, record in entries
+    ]
+    return head, [("state", saved.state), *memories]
+
+
+def fields(record: Record) -> dict[str, Any]:
+    return {name: _seen(getattr(record, name)) for name in record.__struct_fields__}
+
+
+def _seen(value: Any) -> Any:
+    """A field in figures: a tensor by its dtype, shape and extent, long things by their length."""
+    if isinstance(value, Tensor):
+        x = value.double()
+        extent = {"min": x.min(), "max": x.max(), "mean": x.mean(), "norm": torch.linalg.vector_norm(x)}
+        told = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+        return told | {name: float(x) for name, x in extent.items()}
+    if isinstance(value, (bytes, list)):
+        return f"{len(value)} {'bytes' if isinstance(value, bytes) else 'entries'}"
+    return value
+
+
+def line(value: Any) -> str:
+    if not isinstance(value, dict):
+        return repr(value)
+    extent = "  ".join(f"{name} {value[name]:.3g}" for name in ("min", "max", "mean", "norm"))
+    return f"{value['dtype']} {value['shape']}  {extent}"

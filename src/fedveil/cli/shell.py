@@ -1,0 +1,46 @@
+"""Where words go: results to stdout, the rest to stderr; a user's mistake is one sentence there."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any, NoReturn
+
+import click
+from rich.console import Console
+from typer.core import TyperGroup
+
+BUG = "fedveil did not expect this; please report it with the recipe."
+
+out = Console(markup=False, highlight=False, emoji=False)
+err = Console(markup=False, highlight=False, emoji=False, stderr=True)
+
+
+def say(sentence: object) -> None:
+    """A sentence on stderr; one line, except that a terminal's lines end between words."""
+    err.print(f"fedveil: {' '.join(str(sentence).split())}", soft_wrap=not err.is_terminal)
+
+
+class Plainly(TyperGroup):
+    """What a user can get wrong is one sentence and exit code 2; a bug keeps its traceback."""
+
+    def main(self, *args: Any, **extra: Any) -> NoReturn:
+        code: int = 2
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda text, *_, **__: say(f"warning: {text}")
+            try:
+                code = super().main(*args, **extra | {"prog_name": "fedveil", "standalone_mode": False})
+            except click.UsageError as error:
+                where = f"; see '{error.ctx.command_path} --help'" if error.ctx else ""
+                say(error.format_message().rstrip(".") + where)
+            except click.ClickException as error:
+                code = error.exit_code
+                say(error.format_message())
+            except OSError as error:
+                file = f"{error.filename}: " if error.filename else ""
+                say(f"{file}{error.strerror}" if error.strerror else error)
+            except (ValueError, ImportError) as error:
+                if BUG in getattr(error, "__notes__", ()):
+                    raise
+                say(error)
+        sys.exit(code)

@@ -1,0 +1,48 @@
+"""Results on stdout: figures as JSON or in columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from rich.filesize import decimal
+from rich.table import Table
+
+from fedveil.cli.jobs import Job
+from fedveil.cli.shell import out
+from fedveil.ledger import figure
+
+
+def as_json(value: Any) -> None:
+    out.out(msgspec.json.format(msgspec.json.encode(_short(value)), indent=2).decode())
+
+
+def _short(value: Any) -> Any:
+    """The same with six significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {key: _short(item) for key, item in value.items()}
+    return [_short(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def pairs(rows: Iterable[tuple[str, object]]) -> None:
+    """Two columns, the second one wrapped between words."""
+    shown = [(left, str(x).lower() if x is None or isinstance(x, bool) else figure(x)) for left, x in rows]
+    width = max(len(left) for left, _ in shown) + 2
+    for left, right in shown:
+        lines = textwrap.wrap(right, out.width - width, break_long_words=False, break_on_hyphens=False)
+        out.out(left.ljust(width) + ("\n" + " " * width).join(lines))
+
+
+def comparison(jobs: Sequence[Job]) -> None:
+    table = Table("run", box=None, pad_edge=False, padding=(0, 2))
+    for head in ("accuracy", "up per client\nand round", "up in all", "seconds"):
+        table.add_column(head, justify="right")
+    for job in jobs:
+        s = job.summary()
+        each, total = decimal(round(s["bytes_up_per_client_round"])), decimal(s["bytes_up"])
+        table.add_row(job.path.name, figure(s["accuracy"]), each, total, f"{s['seconds']:.3g}")
+    out.print(table)
