@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fedveil import message
+from fedveil.cost import Turn, Work
 from fedveil.ledger import Ledger, Result, Row
 from fedveil.message import Answer, Envelope, Folded, Question, Record, Refused, Size, Weights
 from fedveil.runs import RunError, RunFolder
@@ -73,8 +74,17 @@ class Method:
         """What the dimension names in the answer to `question` stand for; by default the task's own."""
         return task.sizes
 
+    def questions(self, task: Task, turn: Turn) -> list[Question]:
+        """What a client will be asked in a turn, without values; by default every kind of question, once."""
+        return [message.blank(kind, task.sizes) for kind in self.answer]
+
+    def work(self, turn: Turn) -> Work:
+        """What the answers to these questions will take; by default nothing worth counting."""
+        return Work()
+
 
 METHODS = Method.registry
+EXHIBITED = 10  # images of a round that are shown
 
 
 @dataclass(frozen=True)
@@ -212,6 +222,7 @@ class _Round:
     row: Row
     rounds: int
     serial: int = 0
+    exhibits: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # images, real ones of the same classes
 
 
 class Cohort:
@@ -256,6 +267,15 @@ class Cohort:
     def note(self, **figures: float) -> None:
         """Put figures of the method's own (a cosine, a norm) into this round's row of the ledger."""
         self._shared.row.metrics.update(figures)
+
+    def exhibit(self, name: str, images: Tensor, labels: Tensor) -> None:
+        """Let people look at some images [N, channels, height, width] with labels [N, K] beside real ones of the same
+        classes, from the test set: in rounds 1, 2, 5, 10, 20, 50 and so on. Whatever is no image is left out."""
+        task, first = self.task, images[:EXHIBITED].cpu().float()
+        if first.dim() == 4 and len(task.data.input) == 3 and str(self.round).rstrip("0") in ("1", "2", "5"):
+            alike = [torch.where(task.test_y == k)[0] for k in labels[:EXHIBITED].argmax(1).tolist()]
+            real = [task.test_x[own[i % len(own)]] for i, own in enumerate(alike) if len(own)]
+            self._shared.exhibits[name] = first, torch.stack(real or [task.test_x[0]]).cpu()
 
     def ask(self, question: Question | Mapping[int, Question]) -> Answers:
         """Ask every client, or each client something else. Returns the answers and, by name and reason, who is missing.
@@ -503,7 +523,8 @@ class Federation:
         seed = self.seed.child("round", number)
         ids = self.plan.draw(self.task, seed.child("cohort"))
         row = Row(round=number, cohort=list(ids))
-        cohort = Cohort(ids, _Round(self.task, self.method, self.engine, self.plan, self.run, seed, row, rounds))
+        shared = _Round(self.task, self.method, self.engine, self.plan, self.run, seed, row, rounds)
+        cohort, self.exhibits = Cohort(ids, shared), shared.exhibits
         try:
             if not ids:
                 raise BelowQuorum("the draw chose nobody")
@@ -571,6 +592,8 @@ def run(
             state, row = federation.step(state, number, rounds)
             ledger.append(row)
             if home:
+                for name, pictures in federation.exhibits.items():
+                    home.exhibit(name, number, *pictures)
                 home.save(federation.run, number, state, federation.clients.memory.entries)
             if observer:
                 observer(row)

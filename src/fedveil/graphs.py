@@ -7,17 +7,30 @@ from collections.abc import Callable
 import torch
 
 ENABLED = True  # set to False to run every step eagerly: what a benchmark compares with
+TOLD_EVERY = 50
 WARM_UP = 3  # real steps run before the capture, so that libraries have chosen their kernels and buffers
 
 
-def repeat(step: Callable[[], None], times: int, device: torch.device) -> None:
+Observer = Callable[[int, int], None]  # called with the steps done and the steps there are
+
+
+def repeat(step: Callable[[], None], times: int, device: torch.device, observer: Observer | None = None) -> None:
     """Run `step` `times` times. It must work in place on tensors that outlive it and read nothing else that changes.
 
     A step that walks through a schedule keeps its position in a tensor (`cursor.add_(1)`), so that a replay moves on.
+    The observer is told every `TOLD_EVERY` steps.
     """
+
+    def told(done: int) -> None:
+        if observer and done % TOLD_EVERY == 0:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()  # replays are only queued
+            observer(done, times)
+
     if device.type != "cuda" or times <= 2 * WARM_UP or not ENABLED:
-        for _ in range(times):
+        for done in range(1, times + 1):
             step()
+            told(done)
         return
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -28,5 +41,6 @@ def repeat(step: Callable[[], None], times: int, device: torch.device) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    for _ in range(times - WARM_UP):
+    for done in range(WARM_UP + 1, times + 1):
         graph.replay()
+        told(done)

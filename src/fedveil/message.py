@@ -165,7 +165,24 @@ def prefix(number: int, to: Envelope) -> bytes:
     return _PREFIX.pack(b"FV", VERSION, number, to.run, to.round, to.client, to.serial, 0)
 
 
+def size(record: Record) -> int:
+    """The length of its frame. The tensors may be of torch's `meta` device, which have no values."""
+    head, tensors = _head(record)
+    padded = (4 + len(head), *(tensor.numel() * tensor.itemsize for tensor in tensors))
+    return PREFIX_BYTES + sum(length + -length % 8 for length in padded)
+
+
 def _parts(record: Record) -> list[Any]:
+    head, tensors = _head(record)
+    parts: list[Any] = [_LENGTH.pack(len(head)), head, bytes(-(4 + len(head)) % 8)]
+    for tensor in tensors:
+        raw = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+        parts += [raw.data, bytes(-len(raw) % 8)]
+    return parts
+
+
+def _head(record: Record) -> tuple[bytes, list[Tensor]]:
+    """The record without its tensors' values, and the tensors."""
     tensors: list[Tensor] = []
 
     def hoist(value: Any) -> Any:
@@ -179,11 +196,7 @@ def _parts(record: Record) -> list[Any]:
     head = msgspec.msgpack.encode(record, enc_hook=hoist)
     if len(head) > _HEAD_LIMIT and not isinstance(record, Folded):
         raise ValueError(f"{type(record).__name__} has {len(head)} bytes of scalars; put long lists into a tensor")
-    parts: list[Any] = [_LENGTH.pack(len(head)), head, bytes(-(4 + len(head)) % 8)]
-    for tensor in tensors:
-        raw = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
-        parts += [raw.data, bytes(-len(raw) % 8)]
-    return parts
+    return head, tensors
 
 
 def envelope(data: bytes | memoryview) -> tuple[int, Envelope]:
@@ -326,6 +339,18 @@ def _check_tensor(name: str, tensor: Tensor, schema: Shape, sizes: Mapping[str, 
         )
     if schema.simplex and (low < 0 or float((tensor.sum(-1) - 1).abs().max()) > 1e-4):
         raise Refused("out of range", f"{name} has rows that are not probabilities")
+
+
+def blank(record: type[R], sizes: Mapping[str, Size]) -> R:
+    """A record of the right shapes without values: tensors on torch's `meta` device, numbers 0 or their default."""
+    hints, known = typing.get_type_hints(record), {}
+    for each in msgspec.structs.fields(record):
+        if schema := fields(record).get(each.name):
+            dtype, shape = schema.bind(sizes)
+            known[each.name] = torch.empty(shape, dtype=dtype, device="meta")
+        elif each.required:
+            known[each.name] = hints[each.name]()
+    return record(**known)
 
 
 def size_limit(record: type[Record], sizes: Mapping[str, Size]) -> int:

@@ -1,4 +1,5 @@
-"""A run is a folder: recipe, environment, ledger.jsonl and the last two checkpoints. It survives a kill at any moment.
+"""A run is a folder: recipe, environment, ledger.jsonl, figures and the last two checkpoints. It survives a kill at any
+moment.
 
 A checkpoint is written beside its final name, fsynced and renamed; a digest at its end tells a damaged one, and then
 the one before it is used. A lock on the folder keeps a second process out.
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
+from torch import Tensor
 
 from fedveil import message
 from fedveil.ledger import Ledger, Row
@@ -121,6 +123,15 @@ class RunFolder:
         _write(self._checkpoint(round_), data + hashlib.blake2b(data, digest_size=_DIGEST).digest())
         for old in self.checkpoints()[KEPT:]:
             old.unlink()
+
+    def exhibit(self, name: str, round_: int, images: Tensor, real: Tensor) -> None:
+        """Write a round's images [N, channels, height, width], and real ones beside them, for people to look at."""
+        from fedveil.report.figures import strip
+
+        folder = self.path / "figures" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for stem, row in ((f"{round_:05d}", images), ("real", real)):
+            _write(folder / f"{stem}.png", strip(row))
 
     def checkpoints(self) -> list[Path]:
         """Checkpoint files, newest first."""

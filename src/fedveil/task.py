@@ -118,7 +118,7 @@ class Task:
         self._pure = _Pure(self.model)
         self.layout = Layout.of(model)
         self.initial = self.layout.join(dict(model.named_parameters())).detach().to(self.device, torch.float32).clone()
-        self.work = _work(model, data.x[:2])
+        self.work, self.activations = _count(model, data.x[:2])
         self.stackable = self._try_vmap()
 
     def f(self, w: Tensor, x: Tensor) -> Tensor:
@@ -320,22 +320,25 @@ def _refuse_loss(loss: Loss, model: nn.Module, data: Data) -> None:
     )
 
 
-def _work(model: nn.Module, x: Tensor) -> int:
-    """Multiply-adds of one record's forward pass, roughly: each layer's outputs times the inputs of one of them."""
-    total = 0
+def _count(model: nn.Module, x: Tensor) -> tuple[int, int]:
+    """Of one record's forward pass, roughly: multiply-adds (each layer's outputs times the inputs of one of them), and
+    numbers that the backward pass needs again (the input and each layer's outputs)."""
+    work, activations = 0, x[0].numel()
 
     def count(layer: nn.Module, _: Any, out: Any) -> None:
-        nonlocal total
+        nonlocal work, activations
         weight = getattr(layer, "weight", None)
         if isinstance(out, Tensor) and isinstance(weight, Tensor):
-            total += out.numel() * weight[0].numel() // len(x)
+            work += out.numel() * weight[0].numel() // len(x)
+        if isinstance(out, Tensor) and not any(True for _ in layer.children()):
+            activations += out.numel() // len(x)
 
     probe = copy.deepcopy(model).cpu()
     for layer in probe.modules():
         layer.register_forward_hook(count)
     with torch.no_grad():
         _call(probe, x)
-    return total
+    return work, activations
 
 
 def _call(model: nn.Module, x: Tensor) -> Tensor:

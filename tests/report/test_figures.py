@@ -1,14 +1,17 @@
 """Curves that stay readable, and SVG text that can be put into a page."""
 
+import io
 import re
 import xml.etree.ElementTree as ET
 
 import pytest
+import torch
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 
 from fedveil.ledger import Ledger, Row
-from fedveil.report.figures import COLOURS, by_bytes, curves, look, size, svg
+from fedveil.report.figures import COLOURS, by_bytes, curves, look, size, strip, svg
 
 
 def ledger(accuracies: list[float | None], sent: int = 1000) -> Ledger:
@@ -79,6 +82,28 @@ def test_the_legend_names_every_run_inside_the_figure(runs: int) -> None:
     assert box.x0 >= 0
     assert box.x1 <= figure.bbox.x1
     assert figure.axes[0].get_window_extent().height > 150
+
+
+def test_another_metric_keeps_each_runs_look_and_names_only_runs_that_have_it() -> None:
+    coded = Ledger([Row(round=n, cohort=[0], metrics={"cosine": n / 4}) for n in (1, 2)])
+    figure = curves({"plain": ledger([0.2, 0.4]), "coded": coded}, ["rounds"], "cosine")
+    (axes,), (legend,) = figure.axes, figure.legends
+    assert axes.lines[1].get_xydata().tolist() == [[1, 0.25], [2, 0.5]]
+    assert axes.lines[1].get_color() == look(1)["color"]
+    assert [text.get_text() for text in legend.get_texts()] == ["coded"]
+    assert axes.get_ylabel() == "cosine, clients to server"
+
+
+@pytest.mark.parametrize(("channels", "side", "seen"), [(1, 8, 48), (3, 32, 32), (4, 100, 100)])
+def test_a_strip_is_a_png_of_images_side_by_side(channels: int, side: int, seen: int) -> None:
+    images = torch.zeros(5, channels, side, side)
+    images[1, 0, 0, 0] = -7
+    image = imread(io.BytesIO(strip(images)))
+    assert image.shape[:2] == (seen, 5 * (seen + 2))
+    assert image[:, seen + 1 :: seen + 2, :3].min() == 1  # white lines between them
+    second = image[:, seen + 3 : 2 * seen + 3, :3]
+    assert second[0, 0, 0] == 0
+    assert second[-1, -1].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("accuracies", [[], [None, None]])

@@ -1,6 +1,7 @@
 """What a report says of runs, and what it says of folders that are none."""
 
 import base64
+import json
 import re
 from collections.abc import Callable
 from html import unescape
@@ -110,8 +111,9 @@ def test_runs_of_one_method_are_told_apart_by_folder(make: Maker, out: Path) -> 
     assert "5 runs compared" in text
     assert "fedavg (first) 1 50.00%" in text
     assert "fedavg (second) 1 50.00%" in text
-    assert f"fedavg ({folders[2]}) 1" in text
-    assert f"fedavg ({folders[3]}) 1" in text
+    assert "fedavg (x/third) 1" in text
+    assert "fedavg (y/third) 1" in text
+    assert str(folders[2].parent) not in text
     assert "tofu 1 40.00%" in text
 
 
@@ -121,6 +123,56 @@ def test_details_hold_recipe_environment_and_rounds_with_reasons(make: Maker, ro
     assert '[method] name = "fedavg"' in text
     assert "fedveil 0.1.0 · torch 2.13.0" in text
     assert "1 50.00% 2 kB 4 kB 2 × dropped below quorum: 0 of 2 2 60.00%" in text
+
+
+def test_no_path_of_this_machine_is_shown(make: Maker, out: Path) -> None:
+    folder = make("a", [0.5])
+    command = "fedveil run digits/fedavg --out '/home/ann b/runs/x' --data-dir=/srv/data/ --set split.kind=iid ~/m.toml"
+    known = {"command": command, "data_dir": "/srv/data", "threads": 2, "gpu": None, "note": "/opt/secret/thing"}
+    (folder / "environment.json").write_text(json.dumps(known))
+    text = words(write([folder], out))
+    assert "command fedveil run digits/fedavg --out x --data-dir=data/ --set split.kind=iid m.toml · threads 2" in text
+    assert not re.search("/home|ann b|/srv|/opt|~|data_dir", text)
+    (folder / "environment.json").write_text(json.dumps({"command": "fedveil report it's /home/ann/x"}))
+    assert "command fedveil report it's x" in words(write([folder], out))
+
+
+def test_fixed_private_randomness_is_flagged_at_the_top(make: Maker, out: Path) -> None:
+    folders = [make("a", [0.5], method="safe"), make("b", [0.5], method="unsafe")]
+    assert "Insecure" not in words(write(folders, out))
+    (folders[1] / "environment.json").write_text('{"insecure_test_noise": true}')
+    said = words(write(folders, out))
+    assert "Insecure test noise: the private randomness of unsafe was fixed, so noise protects nobody there." in said
+    assert said.index("Insecure") < said.index("best test accuracy")
+
+
+def test_fidelity_is_shown_where_it_was_measured(make: Maker, row: Rower, out: Path) -> None:
+    plain = make("a", [0.5], method="plain")
+    assert "Fidelity" not in words(write([plain], out))
+    rows = [row(n, 0.5) for n in (1, 2, 3)]
+    for each, up, layer in zip(rows, (0.25, 0.5, 0.75), (0.1, 0.2, 0.6), strict=True):
+        each.metrics |= {"cosine": up, "cosine/conv<1>": layer, "cosine/out": 1.0}
+    coded = make("b", rows, method="coded")
+    text = words(write([plain, coded], out))
+    assert "Fidelity Cosine of the update that a client means" in text
+    assert "the server means" not in text
+    assert "layer cosine in the first round mean in the last round conv<1> 0.100 0.300 0.600 out 1.000 1.000" in text
+    rows[0].metrics["cosine_down"] = 0.5
+    assert "the step that the server means" in words(write([make("c", rows, method="coded")], out))
+
+
+def test_pictures_of_rounds_are_rows_of_one_figure(make: Maker, out: Path) -> None:
+    folder = make("a", [0.5])
+    strips = folder / "figures" / "proxy <images>"
+    strips.mkdir(parents=True)
+    for name in ("real.png", "00010.png", "00002.png", "notes.txt"):
+        (strips / name).write_bytes(b"\x89PNG")
+    (folder / "figures" / "empty").mkdir()
+    assert "round 2 round 10 real proxy <images> of one client, and real ones" in words(write([folder], out))
+    assert "empty" not in words(out)
+    assert [given["alt"] for tag, given in tags(out) if tag == "img"] == [
+        f"proxy <images>, {name}" for name in ("round 2", "round 10", "real")
+    ]
 
 
 def test_long_ledgers_are_condensed_and_keep_their_sums(make: Maker, row: Rower, out: Path) -> None:

@@ -324,17 +324,29 @@ UP = {
 }
 
 
-@pytest.mark.parametrize("codec", UP.values(), ids=UP)
-def test_client_and_server_decode_the_same_bits(monkeypatch, codec):
-    decoded, real = [], type(codec).decode
+def decoded_in(monkeypatch, method: fv.FedAvg) -> list[torch.Tensor]:
+    """What `method.up` decodes in three rounds of one client: its own, the server's, its own, and so on."""
+    decoded, real = [], type(method.up).decode
 
     def noted(self, *arguments):
         decoded.append(real(self, *arguments))
         return decoded[-1]
 
-    monkeypatch.setattr(type(codec), "decode", noted)
-    fv.run(TASK, fv.FedAvg(local=LOCAL, up=codec), rounds=3, cohort=1, engine=Local(stack=1, workers=1))
+    monkeypatch.setattr(type(method.up), "decode", noted)
+    fv.run(TASK, method, rounds=3, cohort=1, engine=Local(stack=1, workers=1))
+    return decoded
+
+
+@pytest.mark.parametrize("codec", UP.values(), ids=UP)
+def test_client_and_server_decode_the_same_bits(monkeypatch, codec):
+    decoded = decoded_in(monkeypatch, fv.FedAvg(local=LOCAL, up=codec))
     assert len(decoded) == 6
     for client, server in zip(decoded[::2], decoded[1::2], strict=True):
         assert torch.equal(client, server)
         assert client.any()
+
+
+@pytest.mark.parametrize("down", [fv.Half(), INIT], ids=["last", "init"])
+def test_client_and_server_decode_at_the_weights_that_came_down(monkeypatch, down):
+    decoded = decoded_in(monkeypatch, fv.FedAvg(local=LOCAL, up=UP["tofu"], down=down))
+    assert all(torch.equal(client, server) for client, server in zip(decoded[::2], decoded[1::2], strict=True))

@@ -33,6 +33,7 @@ from fedveil.cli.options import (
 )
 from fedveil.cli.progress import INTERRUPTED, Interrupt
 from fedveil.cli.shell import Plainly, out, say
+from fedveil.cost import cost as foretell
 from fedveil.federation import METHODS
 from fedveil.message import Refused
 from fedveil.recipe import Recipe
@@ -211,6 +212,28 @@ def _report(folders: Sequence[Path], path: Path) -> Path:
 
 
 @app.command()
+def cost(
+    source: Annotated[str, argument("RECIPE")],
+    changes: Sets = None,
+    data_dir: DataDir = None,
+    fetch: Fetch = False,
+    format: Shown = Format.table,
+) -> None:
+    """Say what RECIPE will cost, before anything is trained.
+
+    Bytes are those of the messages to come, exact if every client answers.
+
+    Example: fedveil cost digits/tofu --set method.up.points=16
+    """
+    plan = recipe.read(source, changes or ())
+    told = foretell(plan.build(data_dir, fetch), plan)
+    if format is Format.json:
+        show.as_json(told)
+    else:
+        show.cost(told)
+
+
+@app.command()
 def report(
     folders: Annotated[list[Path], argument("DIR...")],
     file: Annotated[Path | None, option("-o", "FILE", "By default report.html in the first DIR.")] = None,
@@ -231,7 +254,7 @@ def list_(what: Annotated[What, argument("methods|models|data|recipes")], format
     tables: dict[What, Callable[[], dict[str, str]]] = {
         What.methods: lambda: {name: method.about.summary for name, method in METHODS.items()},
         What.models: lambda: {name: _first_line(model) for name, model in models.MODELS.items()},
-        What.data: lambda: {name: _first_line(getattr(load, "func", load)) for name, load in data.SETS.items()},
+        What.data: lambda: {name: _first_line(load) for name, load in data.SETS.items()},
         What.recipes: lambda: {name: _setting(recipe.read(name)) for name in recipe.names()},
     }
     found = tables[what]()

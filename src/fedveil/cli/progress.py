@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import signal
+import threading
 import time
 from types import FrameType
 
@@ -13,9 +14,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from fedveil.cli.shell import err
 from fedveil.ledger import Ledger, Row
+from fedveil.updates import fit
 
 INTERRUPTED = 130
 LINE_EVERY = 5.0  # seconds, where stderr is no terminal
+LONG = 3.0  # seconds of a round after which it is told how its fits go
 
 
 class Watch:
@@ -24,16 +27,19 @@ class Watch:
     def __init__(self, rounds: int, done: Ledger) -> None:
         self.rounds, self.first = rounds, len(done.rows)
         self.up, self.accuracy = sum(row.bytes_up for row in done.rows), ""
-        self.began, self.told = time.monotonic(), -LINE_EVERY
+        self.began = self.round_began = time.monotonic()
+        self.text, self.told, self.lock = f"round {self.first}/{rounds}", -LINE_EVERY, threading.Lock()
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=10))
         self.bar = Progress(*columns, console=err, disable=not err.is_terminal)
-        self.line = self.bar.add_task(f"round {self.first}/{self.rounds}", total=self.rounds)
+        self.line = self.bar.add_task(self.text, total=rounds)
 
     def __enter__(self) -> Watch:
         self.bar.start()
+        fit.observer = self.fitting
         return self
 
     def __exit__(self, *_: object) -> None:
+        fit.observer = None
         self.bar.stop()
 
     def __call__(self, row: Row) -> None:
@@ -42,12 +48,23 @@ class Watch:
             self.accuracy = f"  accuracy {row.metrics['accuracy']:.4f}"
         now = time.monotonic()
         left = round((now - self.began) / (row.round - self.first) * (self.rounds - row.round))
-        line = f"round {row.round}/{self.rounds}{self.accuracy}  {decimal(self.up)} up"
-        line += f"  {datetime.timedelta(seconds=left)} left" if left else ""
-        self.bar.update(self.line, completed=row.round, description=line)
-        if self.bar.disable and now - self.told >= LINE_EVERY:
-            self.told = now
-            err.print(line, soft_wrap=True)
+        self.text = f"round {row.round}/{self.rounds}{self.accuracy}  {decimal(self.up)} up"
+        self.text += f"  {datetime.timedelta(seconds=left)} left" if left else ""
+        self.round_began = now
+        self.bar.update(self.line, completed=row.round)
+        self._tell(self.text)
+
+    def fitting(self, done: int, total: int) -> None:
+        """Called by every thread that fits, within a round; told if the round is long."""
+        if time.monotonic() - self.round_began >= LONG:
+            self._tell(f"{self.text}  fitting {done}/{total}")
+
+    def _tell(self, line: str) -> None:
+        with self.lock:
+            self.bar.update(self.line, description=line)
+            if self.bar.disable and time.monotonic() - self.told >= LINE_EVERY:
+                self.told = time.monotonic()
+                err.print(line, soft_wrap=True)
 
 
 class Interrupt:

@@ -37,6 +37,26 @@ def pairs(rows: Iterable[tuple[str, object]]) -> None:
         out.out(left.ljust(width) + ("\n" + " " * width).join(lines))
 
 
+def cost(told: Mapping[str, Any]) -> None:
+    """What a run will cost: bytes and passes in a table, then the rest."""
+    rows = {"bytes sent": told["up"], "bytes received": told["down"], "passes": told["passes"]}
+    out.out(f"{told['method']}, {told['rounds']} rounds, {told['weights']:,} weights\n")
+    table = Table("", box=None, pad_edge=False, padding=(0, 2))
+    for head in ("a client and round", "in all", "FedAvg in all", "times less"):
+        table.add_column(head, justify="right")
+    for name, row in rows.items():
+        each = f"{row['least']:,}" + (f" to {row['most']:,}" if row["most"] > row["least"] else "")
+        ratio = (f"{row['fedavg']:,}", f"{row['ratio']:.3g}") if "fedavg" in row else ()
+        table.add_row(name, each, f"{row['total']:,}", *ratio)
+    out.print(table)
+    memory = told["memory_estimate"]
+    weights, activations = (decimal(memory[part]) for part in ("weights", "activations"))
+    out.out(f"\nA client needs about {weights} for weights and {activations} for activations (an estimate).")
+    out.out("A pass is one record run forward and backward. FedAvg is with full weights both ways.")
+    for note in told["notes"]:
+        out.out("\n" + textwrap.fill(note, out.width))
+
+
 def comparison(jobs: Sequence[Job]) -> None:
     table = Table("run", box=None, pad_edge=False, padding=(0, 2))
     for head in ("accuracy", "up per client\nand round", "up in all", "seconds"):

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +130,17 @@ def digits(folder: Path, fetch: bool) -> Data:
     return from_tensors(x[~test], y[~test], x[test], y[test], mean=(0.305,), std=(0.376,), name="digits")
 
 
-def mnist(name: str, labels: Sequence[str], mean: float, std: float, folder: Path, fetch: bool) -> Data:
-    """MNIST or Fashion-MNIST from their four IDX files, standardised: 60,000 and 10,000 pictures [1, 28, 28]."""
+def mnist(folder: Path, fetch: bool) -> Data:
+    """MNIST, handwritten digits, from its four IDX files, standardised: 60,000 and 10,000 pictures [1, 28, 28]."""
+    return _idx("mnist", tuple("0123456789"), 0.1307, 0.3081, folder, fetch)
+
+
+def fashion_mnist(folder: Path, fetch: bool) -> Data:
+    """Fashion-MNIST, pieces of clothing, from its four IDX files, standardised and shaped like MNIST."""
+    return _idx("fashion-mnist", FASHION, 0.2860, 0.3530, folder, fetch)
+
+
+def _idx(name: str, labels: Sequence[str], mean: float, std: float, folder: Path, fetch: bool) -> Data:
     paths = files.require(name, folder, [file.removesuffix(".gz") for file in files.HOMES[name].files], fetch)
     x, y = files.read_images(paths[0], paths[1], 28, 10)
     test_x, test_y = files.read_images(paths[2], paths[3], 28, 10)
@@ -192,8 +200,8 @@ def shakespeare(folder: Path, fetch: bool, *, length: int = 80, least: int = 2) 
 FASHION = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 SETS: dict[str, Callable[..., Data]] = {
     "digits": digits,
-    "mnist": partial(mnist, "mnist", tuple("0123456789"), 0.1307, 0.3081),
-    "fashion-mnist": partial(mnist, "fashion-mnist", FASHION, 0.2860, 0.3530),
+    "mnist": mnist,
+    "fashion-mnist": fashion_mnist,
     "cifar10": cifar10,
     "shakespeare": shakespeare,
 }

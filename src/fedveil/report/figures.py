@@ -13,8 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.image import imsave
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
+from torch import Tensor
 
 from fedveil.ledger import Ledger
 
@@ -22,6 +25,11 @@ from fedveil.ledger import Ledger
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#332288")
 DASHES = ("solid", "dashed", "dotted")
 MARKERS = "os^DvP<X>*ph"
+LABELS = {
+    "accuracy": "test accuracy",
+    "cosine": "cosine, clients to server",
+    "cosine_down": "cosine, server to clients",
+}
 
 
 def look(i: int) -> dict[str, Any]:
@@ -42,23 +50,28 @@ def size(count: float) -> str:
     return f"{count:.4g}\N{NO-BREAK SPACE}{unit}"
 
 
-def by_bytes(ledger: Ledger) -> tuple[list[int], list[float]]:
-    """Bytes sent by all clients so far and accuracy, where it was measured."""
+def by_bytes(ledger: Ledger, metric: str = "accuracy") -> tuple[list[int], list[float]]:
+    """Bytes sent by all clients so far and a metric, where it was measured."""
     sent = itertools.accumulate(row.bytes_up for row in ledger.rows)
-    seen = [(s, row.metrics["accuracy"]) for s, row in zip(sent, ledger.rows, strict=True) if "accuracy" in row.metrics]
+    seen = [(s, row.metrics[metric]) for s, row in zip(sent, ledger.rows, strict=True) if metric in row.metrics]
     return [s for s, _ in seen], [a for _, a in seen]
 
 
-def curves(ledgers: Mapping[str, Ledger], against: Sequence[str] = ("rounds", "bytes")) -> Figure:
-    """Test accuracy of each run, by name: a panel against rounds, one against the bytes sent by all clients so far."""
+def curves(
+    ledgers: Mapping[str, Ledger], against: Sequence[str] = ("rounds", "bytes"), metric: str = "accuracy"
+) -> Figure:
+    """Test accuracy (or another of `LABELS`) of each run, by name: a panel against rounds, one against the bytes sent
+    by all clients so far. The legend leaves out runs in which it was never measured."""
     width = 4.8 * len(against)
-    names = ["\n".join(textwrap.wrap(name, 36)) for name in ledgers]
+    measured = [bool(ledger.series(metric)[0]) for ledger in ledgers.values()]
+    chosen = measured if any(measured) else [True] * len(measured)
+    names = ["\n".join(textwrap.wrap(name, 36)) for name in itertools.compress(ledgers, chosen)]
     columns = next((n for n in range(min(6, len(names)), 1, -1) if _legend_width(names, n) <= width), 1)
     figure = Figure(figsize=(width, 3.4 + 0.2 * len(names) / columns), layout="constrained")
     handles: list[Any] = []
     for panel, axis in enumerate(against):
         axes = figure.add_subplot(1, len(against), panel + 1)
-        handles = _panel(axes, ledgers, axis)
+        handles = list(itertools.compress(_panel(axes, ledgers, axis, metric), chosen))
     legend = figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=10)
     for text in legend.get_texts():
         text.set_parse_math(False)
@@ -72,12 +85,12 @@ def _legend_width(names: Sequence[str], columns: int) -> float:
     return sum(0.75 + 0.08 * n for n in widest)
 
 
-def _panel(axes: Any, ledgers: Mapping[str, Ledger], against: str) -> list[Any]:
+def _panel(axes: Any, ledgers: Mapping[str, Ledger], against: str, metric: str) -> list[Any]:
     """Draw one panel and return its lines."""
     handles, shown = [], []
     for i, ledger in enumerate(ledgers.values()):
-        x, accuracy = ledger.series("accuracy") if against == "rounds" else by_bytes(ledger)
-        points = [(place, value) for place, value in zip(x, accuracy, strict=True) if place > 0]
+        x, y = ledger.series(metric) if against == "rounds" else by_bytes(ledger, metric)
+        points = [(place, value) for place, value in zip(x, y, strict=True) if place > 0]
         shown += points
         step = max(1, len(points) // 8)
         (line,) = axes.plot(
@@ -91,10 +104,11 @@ def _panel(axes: Any, ledgers: Mapping[str, Ledger], against: str) -> list[Any]:
         handles.append(line)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#d8d8d8", linewidth=0.6)
-    axes.set_ylabel("test accuracy")
-    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    axes.set_ylabel(LABELS[metric])
+    if metric == "accuracy":
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
     if not shown:
-        axes.text(0.5, 0.5, "no accuracy measured yet", ha="center", transform=axes.transAxes)
+        axes.text(0.5, 0.5, f"no {metric} measured yet", ha="center", transform=axes.transAxes)
         axes.set(xticks=[], yticks=[])
     elif against == "rounds":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -121,6 +135,18 @@ def _ticks(low: float, high: float) -> list[float]:
         if len(ticks) <= 6:
             break
     return ticks
+
+
+def strip(images: Tensor) -> bytes:
+    """Images [N, channels, height, width] side by side as a PNG, each in its own range from black to white."""
+    x = images.numpy()[:, : 3 if images.shape[1] >= 3 else 1].transpose(0, 2, 3, 1)
+    low, high = (f(x, axis=(1, 2, 3), keepdims=True) for f in (np.min, np.max))
+    x = ((x - low) / np.maximum(high - low, 1e-12)).repeat(3 // x.shape[-1], 3)
+    zoom = max(1, 48 // x.shape[1])
+    x = np.pad(x.repeat(zoom, 1).repeat(zoom, 2), ((0, 0), (0, 0), (1, 1), (0, 0)), constant_values=1)
+    out = io.BytesIO()
+    imsave(out, np.concatenate(list(x), 1), format="png")
+    return out.getvalue()
 
 
 def svg(figure: Figure) -> str:

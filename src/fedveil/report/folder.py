@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import tomllib
 from collections import Counter
 from collections.abc import Sequence
@@ -54,6 +56,12 @@ class Run:
         reached = isinstance(target, float) and self.accuracies and self.accuracies[-1] >= target
         return " of " in self.rounds and not reached
 
+    @property
+    def where(self) -> dict[str, str]:
+        """The environment as it can be shown to others: paths of this machine by their last part only."""
+        shown = {key: str(value) for key, value in self.environment.items() if key != "data_dir" and value is not None}
+        return {key: _command(value) if key == "command" else _short(value) for key, value in shown.items()}
+
     def bytes_to(self, level: float) -> int:
         """Bytes sent by all clients when accuracy first reached `level`, which it must have."""
         return next(sent for sent, accuracy in zip(*by_bytes(self.ledger), strict=True) if accuracy >= level)
@@ -65,13 +73,32 @@ def read(folders: Sequence[Path]) -> list[Run]:
     if not runs:
         raise ValueError("no run was given to report on; name at least one run folder")
     methods = Counter(run.name for run in runs)
-    ends = Counter(run.folder.resolve().name for run in runs)
+    folders = [run.folder.resolve() for run in runs]
     for run in runs:
         if methods[run.name] > 1:
-            end = run.folder.resolve().name
-            run.name += f" ({end if ends[end] == 1 else run.folder})"
+            run.name += f" ({_end(run.folder.resolve(), folders)})"
         run.name = "".join(c if c.isprintable() else "?" for c in run.name)
     return runs
+
+
+def _command(line: str) -> str:
+    """A command line with absolute paths cut to their last part."""
+    try:
+        return shlex.join(_short(word) for word in shlex.split(line))
+    except ValueError:  # a quotation without its end
+        return " ".join(_short(word) for word in line.split())
+
+
+def _short(word: str) -> str:
+    return re.sub(r"(^|=)[/~].*/(?=.)", r"\1", word)
+
+
+def _end(folder: Path, folders: Sequence[Path]) -> str:
+    """As few of the last parts of a path as tell it from the others."""
+    for n in range(1, len(folder.parts)):
+        if sum(other.parts[-n:] == folder.parts[-n:] for other in folders) == 1:
+            return "/".join(folder.parts[-n:])
+    return folder.name
 
 
 def _read(folder: Path) -> Run:

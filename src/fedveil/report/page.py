@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedveil import __version__
-from fedveil.ledger import Row, figure
+from fedveil.ledger import Ledger, Row, figure
 from fedveil.report.figures import curves, look, size, svg
 from fedveil.report.folder import Run
 from fedveil.report.words import duration, percent, verdict
@@ -53,7 +53,7 @@ def page(runs: Sequence[Run]) -> str:
 <p>fedveil report</p>
 <h1>{escape(title)}</h1>
 <p class="setting">{escape(_setting(runs[0])) if shared else ""}</p>
-<p class="verdict">{escape(verdict(runs))}</p>
+{_warning(runs)}<p class="verdict">{escape(verdict(runs))}</p>
 </header>
 <main>
 <h2>Accuracy</h2>
@@ -63,6 +63,7 @@ def page(runs: Sequence[Run]) -> str:
 </div>
 <h2>Numbers</h2>
 {_summaries(runs)}
+{_fidelity(runs)}
 {_splits(runs)}
 <h2>Details</h2>
 {"".join(_details(run, opened=len(runs) == 1) for run in runs)}
@@ -81,8 +82,14 @@ def _setting(run: Run) -> str:
     return " · ".join(str(word) for word in words if word)
 
 
-def _curves(runs: Sequence[Run], against: str, caption: str) -> str:
-    drawn = svg(curves({run.name: run.ledger for run in runs}, [against]))
+def _warning(runs: Sequence[Run]) -> str:
+    names = ", ".join(run.name for run in runs if run.environment.get("insecure_test_noise"))
+    said = f"Insecure test noise: the private randomness of {names} was fixed, so noise protects nobody there."
+    return f'<p class="warning" role="note">{escape(said)}</p>\n' if names else ""
+
+
+def _curves(runs: Sequence[Run], against: str, caption: str, metric: str = "accuracy") -> str:
+    drawn = svg(curves({run.name: run.ledger for run in runs}, [against], metric))
     return _figure(drawn.replace("<svg", f'<svg role="img" aria-label="{caption}"', 1), caption)
 
 
@@ -107,6 +114,16 @@ def _summaries(runs: Sequence[Run]) -> str:
     return _table(["run", "rounds", *(head for head, _, _ in columns)], body, "Numbers of each run")
 
 
+def _fidelity(runs: Sequence[Run]) -> str:
+    """How near what was decoded was to what was meant, of the runs that encode."""
+    captions = {
+        "cosine": "Cosine of the update that a client means and the one that the server decodes, mean over clients.",
+        "cosine_down": "Cosine of the step that the server means and the one that clients decode.",
+    }
+    drawn = [_curves(runs, "rounds", captions[m], m) for m in captions if any(r.ledger.series(m)[0] for r in runs)]
+    return f'<h2>Fidelity</h2>\n<div class="figures">\n{"".join(drawn)}</div>' if drawn else ""
+
+
 def _splits(runs: Sequence[Run]) -> str:
     """The picture of each split, once."""
     shown: dict[str, list[str]] = {}
@@ -123,17 +140,16 @@ def _splits(runs: Sequence[Run]) -> str:
 
 
 def _details(run: Run, opened: bool) -> str:
-    environment = " · ".join(f"{key} {value}" for key, value in run.environment.items() if value is not None)
-    figures = "".join(
-        _figure(_image(path, path.stem), path.stem)
-        for path in sorted((run.folder / "figures").glob("*"))
-        if path.suffix in (".svg", ".png")
-    )
+    environment = " · ".join(f"{key} {value}" for key, value in run.where.items())
+    drawn = [_figure(_image(path, path.stem), path.stem) for path in _pictures(run.folder / "figures")]
+    drawn += [_strips(path) for path in sorted((run.folder / "figures").glob("*/"))]
+    figures = "".join(drawn)
     return f"""<details{" open" if opened else ""}>
 <summary>{escape(run.name)}<span>{escape(run.rounds)} rounds</span></summary>
 <div class="run">
 <p class="note">{escape(environment) or "The environment was not recorded."}</p>
 {f'<div class="figures">{figures}</div>' if figures else ""}
+{_layers(run.ledger)}
 <h3>Rounds</h3>
 {_rounds(run.ledger.rows)}
 <h3>Recipe</h3>
@@ -141,6 +157,32 @@ def _details(run: Run, opened: bool) -> str:
 </div>
 </details>
 """
+
+
+def _pictures(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*") if path.suffix in (".svg", ".png") and path.is_file())
+
+
+def _strips(folder: Path) -> str:
+    """A folder of pictures as one figure, a row a picture; rounds are told by their numbers."""
+    rows = ""
+    for path in _pictures(folder):
+        name = f"round {int(path.stem)}" if path.stem.isdecimal() else path.stem
+        rows += f'<div class="strip"><span>{escape(name)}</span>{_image(path, f"{folder.name}, {name}")}</div>'
+    return _figure(rows, f"{folder.name} of one client, and real ones of the same classes") if rows else ""
+
+
+def _layers(ledger: Ledger) -> str:
+    """The cosine of decoded and true update of each layer."""
+    names = sorted({name for row in ledger.rows for name in row.metrics if name.startswith("cosine/")})
+    body = []
+    for name in names:
+        _, values = ledger.series(name)
+        seen = (values[0], sum(values) / len(values), values[-1])
+        cells = "".join(_cell(f"{value:.3f}") for value in seen)
+        body.append(f'<th scope="row">{escape(name.removeprefix("cosine/"))}</th>{cells}')
+    head = ["layer", "cosine in the first round", "mean", "in the last round"]
+    return f"<h3>Layers</h3>\n{_table(head, body, 'Cosine of each layer')}" if body else ""
 
 
 def _rounds(rows: Sequence[Row]) -> str:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fedveil import message
+from fedveil.cost import Work
 from fedveil.federation import Crowd
 from fedveil.message import Answer, Count, Size, Weights
 from fedveil.seeds import Seed
@@ -41,8 +42,16 @@ class Codec:
         """What the dimension names of the payload stand for."""
         return task.sizes
 
+    def work(self) -> Work:
+        """What encoding one update takes of a client."""
+        return Work()
+
     def check(self, task: Task, payload: Any) -> None:
         """Raise `Refused` for a payload that fits its schema and still cannot be decoded."""
+
+    def exhibit(self, payload: Any) -> tuple[str, Tensor, Tensor] | None:
+        """What a payload holds that can be looked at: a name, images [N, channels, height, width], labels [N, K]."""
+        return None
 
     def encode(self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], crowd: Crowd | None) -> list[Any]:
         """Updates [C, d] at `w` [C, d] -> C payloads. `crowd` is None on the server, which has no data of its own."""

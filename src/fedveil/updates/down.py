@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from fedveil import message
+from fedveil.cost import Turn
 from fedveil.federation import BelowQuorum, Cohort, Crowd, State
 from fedveil.message import Answer, Envelope, Folded, Question, Record, Refused, Weights
 from fedveil.task import Task
@@ -62,7 +63,7 @@ class TrainHere(Question, frozen=True):
 class InStep(Answer, frozen=True):
     """A digest of the weights a client now holds."""
 
-    digest: bytes
+    digest: bytes = bytes(8)
 
 
 @message.kind(20)
@@ -134,6 +135,17 @@ class Down:
         versions[list(cohort.ids)] = _version(state)  # the cohort is down to those in step
         history = [*state.history, message.frame(payload, Envelope())]
         return replace(after, weights=weights, history=history, versions=versions)
+
+    def questions(self, task: Task, turn: Turn) -> list[Question]:
+        """What a client will be asked in a turn, without values."""
+        if self.codec is None:
+            return [message.blank(Train, task.sizes)]
+        frame = bytes(message.size(message.blank(self.codec.payload, self.codec.sizes(task))))
+        if self.codec.reference == "init":
+            return [TrainFrom(frame)]
+        version = turn.round - 1
+        state = ServerState(torch.empty(task.layout.size, device="meta"), history=[frame] * version)
+        return [self._missed(state, version - turn.missed), TrainHere(version)]
 
     def _missed(self, state: ServerState, version: int) -> Follow:
         """What a client of that version has missed, in steps or in full, whichever is fewer bytes."""

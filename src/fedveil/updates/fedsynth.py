@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedveil import message
+from fedveil.cost import Work
 from fedveil.federation import Crowd
 from fedveil.message import Answer, Count, Shape, Size
 from fedveil.seeds import Seed
@@ -90,8 +91,17 @@ class FedSynth(Codec):
             "pixels": PRECISIONS[self.precision],
         }
 
+    def work(self) -> Work:
+        steps = self.batches * self.epochs
+        passes = self.fits * steps * self.batch * self.restarts
+        graph = steps * self.restarts  # every step's gradient is differentiated, so all are held
+        return Work(passes, vectors=3 + 4 * graph, held=2 * graph * self.batch)
+
     def check(self, task: Task, payload: Synthetic) -> None:
         check_points(payload.labels, payload.low, payload.high)
+
+    def exhibit(self, payload: Synthetic) -> tuple[str, Tensor, Tensor]:
+        return "synthetic images", payload.images.flatten(0, 1), payload.labels.flatten(0, 1)
 
     # ------------------------------------------------------------------------------------------------ decode
 
@@ -177,7 +187,7 @@ class FedSynth(Codec):
         pixels = Rounding.of(images, self.precision)
         rows = (pixels.shrink(images), Rounding.unit(soft, self.precision).shrink(soft), steps, norm[best, None])
         if crowd:
-            crowd.passes += self.fits * self.batches * self.epochs * self.batch * len(w)
+            crowd.passes += self.work().passes * clients
         return [
             Synthetic(x, y, eta, h, float(low), float(high))
             for x, y, eta, h, low, high in zip(*(t.cpu() for t in rows), pixels.low, pixels.high, strict=True)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedveil.cost import Work
 from fedveil.federation import Crowd
 from fedveil.graphs import repeat
 
@@ -40,6 +41,13 @@ class Local:
     def rate(self, round_: int) -> float:
         """The learning rate of a round."""
         return self.lr * self.decay ** (round_ - 1)
+
+    def work(self, records: int) -> Work:
+        """What `train` takes of a client with so many records."""
+        per_epoch = -(-records // self.batch)
+        epochs, steps = divmod(self.steps or self.epochs * per_epoch, per_epoch)
+        moments = ("sgd", "momentum", "adam").index(self.optimizer)
+        return Work(epochs * records + steps * self.batch, 3 + moments, min(self.batch, records))
 
     def train(
         self, crowd: Crowd, w: Tensor, correction: Callable[[Tensor], Tensor] | None = None
@@ -138,6 +146,11 @@ def _widths(size: np.ndarray, device: torch.device) -> Iterator[tuple[int, int]]
     else:
         for width, steps in groupby(widest):
             yield width, len(list(steps))
+
+
+def full_work(records: int) -> Work:
+    """What `full_gradient` takes of a client with so many records."""
+    return Work(records, held=min(GRADIENT_CHUNK, records))
 
 
 def full_gradient(crowd: Crowd, w: Tensor) -> tuple[Tensor, Tensor]:

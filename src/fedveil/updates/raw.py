@@ -12,13 +12,14 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from fedveil import message
+from fedveil.cost import Turn, Work
 from fedveil.federation import About, Answers, BelowQuorum, Cohort, Crowd, Method, State
 from fedveil.message import Answer, Question, Record, Refused, Size, Weights
 from fedveil.task import Task
 from fedveil.updates.codec import Codec, Raw, Update
 from fedveil.updates.down import Down, Follow, Held, Train, TrainFrom, TrainFull, TrainHere
 from fedveil.updates.fit import cosine, normal
-from fedveil.updates.local import Local, full_gradient
+from fedveil.updates.local import Local, full_gradient, full_work
 from fedveil.updates.server import Merge, Server, ServerState
 
 
@@ -99,6 +100,8 @@ class FedAvg(Method):
                 usable[client] = payload
             except Refused as error:
                 cohort.refuse(client, error)
+        if usable and (shown := self.up.exhibit(next(iter(usable.values())))):
+            cohort.exhibit(*shown)
         decoded = (
             self.up.decode(task, base.expand(len(usable), -1), list(usable.values())) if usable else base[None, :0]
         )
@@ -117,6 +120,18 @@ class FedAvg(Method):
 
     def schema(self, task: Task, question: Question, client: int) -> Mapping[str, Size]:
         return self.up.sizes(task) if isinstance(question, Train | TrainHere | TrainFrom) else task.sizes
+
+    def questions(self, task: Task, turn: Turn) -> list[Question]:
+        full = turn.rounds - turn.round < self.full_rounds
+        return [message.blank(TrainFull, task.sizes)] if full else Down(self.down).questions(task, turn)
+
+    def work(self, turn: Turn) -> Work:
+        trained = self.training(turn.records)
+        return trained if turn.rounds - turn.round < self.full_rounds else trained + self.up.work()
+
+    def training(self, records: int) -> Work:
+        """What `update` takes of a client with so many records."""
+        return self.local.work(records)
 
     @property
     def answer(self) -> Mapping[type[Question], Callable[[Crowd, Any], Sequence[Answer]]]:
@@ -152,6 +167,9 @@ class FedAvg(Method):
         payloads = self.up.encode(task, base, true, crowd.seeds("encoding"), crowd)
         decoded = self.up.decode(task, base, payloads)
         crowd.measure(cosine=cosine(decoded, true))
+        for layer in task.layout.layers:
+            part = slice(layer.start, layer.stop)
+            crowd.measure(**{f"cosine/{layer.name}": cosine(decoded[:, part], true[:, part])})
         if self.feedback:
             kept = [m or Held() for m in crowd.memory]
             crowd.remember([replace(m, residual=r) for m, r in zip(kept, (true - decoded).cpu(), strict=True)])
@@ -206,6 +224,9 @@ class FedSGD(FedAvg):
 
     def update(self, crowd: Crowd, w: Tensor) -> Tensor:
         return -full_gradient(crowd, w)[0]
+
+    def training(self, records: int) -> Work:
+        return full_work(records)
 
 
 # ---------------------------------------------------------------------------------------------------- SCAFFOLD
@@ -272,6 +293,9 @@ class Scaffold(Method):
     def answer(self) -> Mapping[type[Question], Callable[[Crowd, Any], Sequence[Answer]]]:
         return {TrainControlled: self.train}
 
+    def work(self, turn: Turn) -> Work:
+        return self.local.work(turn.records)
+
     def train(self, crowd: Crowd, question: TrainControlled) -> list[Controlled]:
         device = crowd.task.device
         w, c = question.weights.to(device), question.control.to(device)
@@ -331,6 +355,9 @@ class QFedAvg(Method):
     @property
     def answer(self) -> Mapping[type[Question], Callable[[Crowd, Any], Sequence[Answer]]]:
         return {TrainFair: self.train}
+
+    def work(self, turn: Turn) -> Work:
+        return full_work(turn.records) + self.local.work(turn.records)
 
     def train(self, crowd: Crowd, question: TrainFair) -> list[FairUpdate]:
         w = question.weights.to(crowd.task.device)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil import message
+from fedveil.cost import Work
 from fedveil.federation import Crowd
 from fedveil.message import Answer, Count, Shape, Size
 from fedveil.seeds import Seed
@@ -81,8 +82,14 @@ class Tofu(Codec):
     def sizes(self, task: Task) -> Mapping[str, Size]:
         return {**task.sizes, "points": self.points, "proxy": self._proxy(task), "pixels": PRECISIONS[self.precision]}
 
+    def work(self) -> Work:
+        return Work(self.steps * self.points, vectors=5, held=2 * self.points)  # twice: the gradient is differentiated
+
     def check(self, task: Task, payload: Proxies) -> None:
         check_points(payload.labels, payload.low, payload.high)
+
+    def exhibit(self, payload: Proxies) -> tuple[str, Tensor, Tensor]:
+        return "proxy images", payload.images, payload.labels
 
     def encode(
         self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], crowd: Crowd | None
@@ -108,7 +115,7 @@ class Tofu(Codec):
         pixels, soft = Rounding.of(images, self.precision), labels.softmax(2)
         rows = (pixels.shrink(images), Rounding.unit(soft, self.precision).shrink(soft), alphas.softmax(1), scales)
         if crowd:
-            crowd.passes += self.steps * self.points * len(updates)
+            crowd.passes += self.work().passes * len(updates)
         return [
             Proxies(x, y, a, s, float(low), float(high))
             for x, y, a, s, low, high in zip(*(t.cpu() for t in rows), pixels.low, pixels.high, strict=True)

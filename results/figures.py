@@ -1,0 +1,312 @@
+"""Every table and figure of results/README.md and README.md, from the ledgers in this folder.
+
+    python results/figures.py                print the tables
+    python results/figures.py --write        put them into the two READMEs, and draw the figures
+    python results/figures.py --screenshot   take the picture of the report; needs playwright and Chromium
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedveil import message
+from fedveil.ledger import Ledger
+from fedveil.message import Envelope
+from fedveil.report import curves, svg, write
+from fedveil.updates.codec import Update
+from fedveil.updates.tofu import Proxies
+
+HERE = Path(__file__).resolve().parent
+PAGES = (HERE.parent / "README.md", HERE / "README.md")
+DRAWN = HERE.parent / "docs" / "figures"
+DIGITS = (  # in the order of the table; the first is what the others are compared with
+    *("fedavg", "fedprox", "scaffold", "q-fedavg", "fedsgd"),
+    *("fedavg-half", "fedavg-qsgd", "fedavg-zstd", "fedavg-top-k-6", "fedavg-top-k"),
+    *("tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit"),
+)
+CURVES = ("fedavg", "fedavg-qsgd", "fedavg-top-k", "tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit")
+LENET5 = 61_706  # weights, in 10 tensors
+PAPER = {"synthetic": 96.06, "full": 98.14, "efficiency": 4.1}  # TOFU, table 2, N = 64
+
+
+# ---------------------------------------------------------------------------------------------------- reading
+
+
+class Run:
+    """A folder with recipe.toml, environment.json and ledger.jsonl."""
+
+    def __init__(self, name: str) -> None:
+        folder = HERE / name
+        self.name = folder.name
+        self.recipe = tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))
+        self.environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+        self.ledger = Ledger.read(folder / "ledger.jsonl")
+        self.summary = self.ledger.summary(self.recipe["method"]["name"])
+
+    @property
+    def up(self) -> float:
+        """Bytes a client sent in a round."""
+        return float(self.summary["bytes_up_per_client_round"])
+
+    def mean(self, metric: str) -> float | None:
+        values = self.ledger.series(metric)[1]
+        return sum(values) / len(values) if values else None
+
+    @property
+    def sends(self) -> str:
+        """What a client sends, in words."""
+        method = self.recipe["method"]
+        plain = {
+            "scaffold": "the update and the change of its control variate",
+            "q-fedavg": "the update weighted by its loss, and one number",
+            "fedsgd": "the gradient over all its records",
+        }
+        return plain.get(method["name"]) or _payload(method["up"])
+
+
+def _payload(codec: dict[str, Any]) -> str:
+    bits = {"float32": 32, "float16": 16, "uint8": 8}.get(codec.get("precision", "float32"))
+    match codec["name"]:
+        case "raw":
+            return "the update, 32 bits a weight"
+        case "half":
+            return "the update, 16 bits a weight"
+        case "qsgd":
+            return f"the update, {codec['bits']} bits a weight"
+        case "zstd":
+            return f"{_payload(codec['inner'])}, then Zstandard"
+        case "top-k":
+            return f"the largest {codec['share']:.0%} of the update; the rest is added to the next one"
+        case "tofu":
+            return f"{codec['points']} proxy pictures in {bits} bits"
+        case "fedsynth":
+            return f"{codec['batches'] * codec['batch']} synthetic pictures in {bits} bits"
+    raise ValueError(f"no words for the codec {codec['name']}")
+
+
+# ---------------------------------------------------------------------------------------------------- tables
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table whose first `left` columns are text."""
+    lines = [head, ["---"] * left + ["---:"] * (len(head) - left), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.2f}"
+
+
+def count(number: float) -> str:
+    return f"{number:,.0f}"
+
+
+def ratio(whole: float, part: float) -> str:
+    """How many times fewer."""
+    times = whole / part
+    return f"{times:.1f}" if times >= 10 else f"{times:.2f}"
+
+
+def where(run: Run) -> str:
+    e = run.environment
+    device = e["gpu"] if e.get("device", "cpu").startswith("cuda") else f"CPU, {e['threads']} threads"
+    return f"{device}; PyTorch {e['torch'].split('+')[0]}, Python {e['python']}, seed {run.recipe['seed']}"
+
+
+def commands(names: Iterable[str]) -> str:
+    """The commands behind some runs, each once, with its device."""
+    seen: dict[tuple[str, str], list[str]] = {}
+    for run in map(Run, names):
+        seen.setdefault((run.environment["command"], where(run)), []).append(run.name)
+    parts = [f"{', '.join(runs)} ({device}):\n\n    {line}" for (line, device), runs in seen.items()]
+    return "\n\n".join(parts)
+
+
+def digits() -> str:
+    runs = [Run(f"digits/{name}") for name in DIGITS]
+    rows = [
+        (
+            f"`{run.name}`",
+            run.sends,
+            count(run.up),
+            ratio(runs[0].up, run.up),
+            percent(run.summary["accuracy"]),
+            percent(run.summary["accuracy_last3"]),
+        )
+        for run in runs
+    ]
+    head = ("run", "a client sends", "bytes up, a client and round", "times fewer", "accuracy, %", "mean of last 3, %")
+    return table(head, rows, 2)
+
+
+def fedsynth() -> str:
+    rows = []
+    for split in ("iid", "shards"):
+        plain = Run(f"mnist/fedavg-{split}")
+        for run in (plain, Run(f"mnist/fedsynth-{split}")):
+            cosine = run.mean("cosine")
+            rows.append(
+                (
+                    split,
+                    run.recipe["method"]["name"],
+                    percent(run.summary["accuracy"]),
+                    percent(run.summary["accuracy_last3"]),
+                    f"{100 * (run.summary['accuracy_last3'] - plain.summary['accuracy_last3']):+.2f}",
+                    count(run.up),
+                    ratio(plain.up, run.up),
+                    f"{cosine:.3f}" if cosine else "",
+                    f"{run.summary['seconds']:.0f}",
+                )
+            )
+    head = (
+        *("split", "method", "accuracy after 15 rounds, %", "mean of last 3, %", "against FedAvg, points"),
+        *("bytes up, a client and round", "times fewer", "mean cosine", "seconds"),
+    )
+    return table(head, rows, 2)
+
+
+def tofu() -> str:
+    run = Run("mnist/tofu-64")
+    accuracy = dict(zip(*run.ledger.series("accuracy"), strict=True))
+    synthetic = run.recipe["rounds"] - run.recipe["method"]["full_rounds"]
+    rows = [
+        (f"after {synthetic} rounds of proxies", percent(accuracy[synthetic]), f"{PAPER['synthetic']:.2f}"),
+        (f"after {run.recipe['method']['full_rounds']} full rounds more", percent(accuracy[run.recipe["rounds"]]), f"{PAPER['full']:.2f}"),
+    ]  # fmt: skip
+    rows = [*rows, ("mean cosine up", f"{run.mean('cosine'):.3f}", ""), ("mean cosine down", f"{run.mean('cosine_down'):.3f}", "")]  # fmt: skip
+    return table(("LeNet5, N = 64, both ways", "here", "paper"), rows)
+
+
+def proxy_bytes(points: int) -> int:
+    """The length of a TOFU message for LeNet5 on MNIST, from a client with 6,000 records."""
+    parts = torch.zeros(points, 1, 28, 28), torch.zeros(points, 10), torch.zeros(points), torch.zeros(10)
+    return len(message.frame(Proxies(*parts, 0.0, 0.0, 6000), Envelope()))
+
+
+def full_bytes() -> int:
+    return len(message.frame(Update(torch.zeros(LENET5), 6000), Envelope()))
+
+
+def tofu_messages() -> str:
+    rows = []
+    for points in (32, 64, 96, 128):
+        numbers = points * (28 * 28 + 10 + 1)
+        sent = proxy_bytes(points)
+        rows.append((str(points), count(numbers), count(sent), count(full_bytes()), f"{full_bytes() / sent:.2f}"))
+    return table(("N", "the paper's D_size, numbers", "message, bytes", "full update, bytes", "times fewer"), rows)
+
+
+def tofu_run() -> str:
+    """One client's bytes over the whole run, against FedAvg with as many rounds, and the paper's η."""
+    run = Run("mnist/tofu-64")
+    clients, rounds = run.recipe["split"]["clients"], run.recipe["rounds"]
+    full = run.recipe["method"]["full_rounds"]
+    up, down = run.summary["bytes_up"] / clients, run.summary["bytes_down"] / clients
+    plain = rounds * full_bytes()
+    size = 64 * (28 * 28 + 10 + 1) * (rounds - full) + LENET5 * full
+    resynced = [row.round for row in run.ledger.rows if row.metrics.get("resynced")]
+    rows = [
+        (f"the paper's η with as many FedAvg rounds ({rounds})", f"{LENET5 * rounds / size:.2f}"),
+        (f"FedAvg rounds at which η would be the paper's {PAPER['efficiency']}", count(PAPER["efficiency"] * size / LENET5)),
+        ("bytes a client sent", count(up)),
+        ("bytes a client was sent", count(down)),
+        (f"bytes either way in {rounds} rounds of FedAvg", count(plain)),
+        ("times fewer, up", f"{plain / up:.2f}"),
+        ("times fewer, both ways", f"{2 * plain / (up + down):.2f}"),
+        (f"rounds of {rounds} in which clients were sent full weights as well", count(len(resynced))),
+    ]  # fmt: skip
+    return table(("all rounds, one client", ""), rows)
+
+
+def bench() -> str:
+    path = HERE / "bench.json"
+    if not path.is_file():
+        return "There is no `results/bench.json` yet. `python -m benchmarks -o results/bench.json` writes it."
+    found = json.loads(path.read_text(encoding="utf-8"))
+    parts = []
+    for one in found if isinstance(found, list) else [found]:
+        device = one.get("gpu") or f"CPU, {one['threads']} threads"
+        rows = [(name, key, f"{value:.4g}") for name, figures in one["figures"].items() for key, value in figures.items()]
+        parts.append(f"`{one['command']}` ({device}, PyTorch {one['torch'].split('+')[0]}):\n\n{table(('benchmark', 'figure', 'value'), rows, 2)}")  # fmt: skip
+    return "\n\n".join(parts)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "digits": digits,
+    "digits commands": lambda: commands(f"digits/{name}" for name in DIGITS),
+    "mnist fedsynth": fedsynth,
+    "mnist tofu": tofu,
+    "mnist tofu messages": tofu_messages,
+    "mnist tofu run": tofu_run,
+    "mnist commands": lambda: commands(f"mnist/{path.name}" for path in sorted((HERE / "mnist").iterdir())),
+    "bench": bench,
+}
+
+
+def filled(text: str) -> str:
+    """A page with what stands between its `<!-- begin: NAME -->` and `<!-- end -->` written anew."""
+
+    def block(found: re.Match[str]) -> str:
+        return f"<!-- begin: {found[1]} -->\n{TABLES[found[1]]()}\n<!-- end -->"
+
+    return re.sub(r"<!-- begin: ([a-z ]+) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL)
+
+
+# ---------------------------------------------------------------------------------------------------- figures
+
+
+def draw() -> None:
+    """Accuracy against rounds and bytes: of the digits runs, and of the MNIST runs."""
+    DRAWN.mkdir(exist_ok=True)
+    pictures = {DRAWN / "curves.svg": [f"digits/{name}" for name in CURVES]}
+    for split in ("iid", "shards"):
+        pictures[HERE / f"mnist-{split}.svg"] = [f"mnist/fedavg-{split}", f"mnist/fedsynth-{split}"]
+    pictures[HERE / "mnist-tofu.svg"] = ["mnist/tofu-64"]
+    for path, names in pictures.items():
+        figure = curves({run.name: run.ledger for run in map(Run, names)})
+        figure.set_facecolor("white")  # readable where the page is dark
+        path.write_text(svg(figure) + "\n", encoding="utf-8")
+
+
+def screenshot() -> None:
+    """The top of the report on the digits runs, as a reader sees it."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as started:
+        page = write([HERE / "digits" / name for name in CURVES], Path(folder) / "report.html")
+        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        view = browser.new_page(viewport={"width": 1200, "height": 1040}, color_scheme="light")
+        view.goto(page.as_uri())
+        view.screenshot(path=DRAWN / "report.png")
+        browser.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--screenshot", action="store_true")
+    chosen = parser.parse_args()
+    if chosen.write:
+        for page in PAGES:
+            page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+        draw()
+    if chosen.screenshot:
+        screenshot()
+    if not chosen.write and not chosen.screenshot:
+        for name, make in TABLES.items():
+            print(f"{name}\n\n{make()}\n")
+
+
+if __name__ == "__main__":
+    main()

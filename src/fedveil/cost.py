@@ -1,0 +1,116 @@
+"""What a run will cost, before anything is trained: bytes by message schemas and cohorts by the recipe's seed.
+
+Bytes are exact as long as every client answers: they are the lengths of the frames that will be sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace as with_fields
+
+from fedveil import message
+from fedveil.seeds import Seed
+
+if TYPE_CHECKING:
+    from fedveil.federation import Method
+    from fedveil.recipe import Recipe
+    from fedveil.task import Task
+
+FLOAT = 4  # bytes
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One client in one round to come."""
+
+    client: int
+    records: int  # n_k
+    round: int
+    rounds: int
+    missed: int  # rounds since the client took part; since the first one if it never did
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a turn takes besides messages. Works that follow each other are added."""
+
+    passes: int = 0  # records run forward and backward
+    vectors: int = 3  # of the weights' size, held at once: weights, gradient, update
+    held: int = 1  # records whose activations are held at once
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.passes + other.passes, max(self.vectors, other.vectors), max(self.held, other.held))
+
+
+def cost(task: Task, recipe: Recipe) -> dict[str, Any]:
+    """The figures of `fedveil cost`: bytes up and down, passes and an estimate of a client's memory."""
+    from fedveil.updates.raw import FedAvg
+
+    method, plain = recipe.method, FedAvg()
+    method.begin(task)  # says what does not suit the task
+    turns = list(_turns(task, recipe))
+    if not turns:
+        raise ValueError("the recipe's draws choose nobody in any round; raise cohort.size")
+    up, down = zip(*(_bytes(method, task, turn) for turn in turns), strict=True)
+    plain_up, plain_down = zip(*(_bytes(plain, task, turn) for turn in turns), strict=True)
+    works = [method.work(turn) for turn in turns]
+    return {
+        "method": method.name,
+        "rounds": recipe.rounds,
+        "weights": task.layout.size,
+        "up": _spread(up) | {"fedavg": sum(plain_up), "ratio": sum(plain_up) / sum(up)},
+        "down": _spread(down) | {"fedavg": sum(plain_down), "ratio": sum(plain_down) / sum(down)},
+        "passes": _spread([work.passes for work in works]),
+        "memory_estimate": {
+            "weights": FLOAT * task.layout.size * max(work.vectors for work in works),
+            "activations": FLOAT * task.activations * max(work.held for work in works),
+        },
+        "notes": _notes(task, recipe, turns),
+    }
+
+
+def _turns(task: Task, recipe: Recipe) -> Iterator[Turn]:
+    """Who takes part when, as the recipe's seed draws it."""
+    seen: dict[int, int] = {}
+    for number in range(1, recipe.rounds + 1):
+        for client in recipe.cohort.draw(task, Seed.root(recipe.seed).child("round", number, "cohort")):
+            missed = number - seen.get(client, 1)
+            yield Turn(client, int(task.clients.sizes[client]), number, recipe.rounds, missed)
+            seen[client] = number
+
+
+def _bytes(method: Method, task: Task, turn: Turn) -> tuple[int, int]:
+    """What a client sends and receives in a turn."""
+    up = down = 0
+    for question in method.questions(task, turn):
+        answer = message.blank(method.reply(question), method.schema(task, question, turn.client))
+        if "records" in answer.__struct_fields__:
+            answer = with_fields(answer, records=turn.records)
+        up, down = up + message.size(answer), down + message.size(question)
+    return up, down
+
+
+def _spread(each: Sequence[int]) -> dict[str, Any]:
+    """Figures a client and round, and their sum over all clients and rounds."""
+    return {"least": min(each), "mean": sum(each) / len(each), "most": max(each), "total": sum(each)}
+
+
+def _notes(task: Task, recipe: Recipe, turns: Sequence[Turn]) -> list[str]:
+    """What the figures depend on."""
+    notes, method = [], recipe.method
+    if recipe.cohort.drop or recipe.cohort.deadline is not None:
+        notes.append("Clients drop out or are late in this recipe; the figures are for all of them answering.")
+    if recipe.target is not None:
+        notes.append(f"The run ends before its {recipe.rounds} rounds if it reaches its target accuracy.")
+    late = [turn for turn in turns if turn.missed > 1]
+    always = max((_bytes(method, task, replace(turn, missed=1))[1] for turn in late), default=0)
+    never = max((_bytes(method, task, replace(turn, missed=turn.round - 1))[1] for turn in late), default=0)
+    if never > always:
+        notes.append(
+            "A client that was away is caught up, so what it receives depends on who is drawn: down is for this seed's "
+            f"draws, {always:,} bytes or fewer if it was there the round before, never more than {never + 16:,}."
+        )  # 16: a version that is a longer number, twice
+    return notes

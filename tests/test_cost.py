@@ -1,0 +1,108 @@
+"""What a run will cost is what it then costs, byte for byte and pass for pass."""
+
+import pytest
+import torch
+
+import fedveil as fv
+from fedveil import message, recipe
+from fedveil.cost import Turn, Work, cost
+from fedveil.engines import Local
+from fedveil.message import Envelope
+from fedveil.updates.codec import Update
+from toys import Twice, linear_task
+
+DIGITS = [name for name in recipe.names() if name.startswith("digits/")]
+QUICK = ["rounds=2", "evaluate_every=9", "method.local.epochs=1"]
+ALL = "cohort.size=10"
+DOWN = {
+    "steps, all clients": ["rounds=4", ALL, "method.down.name=qsgd"],
+    "steps, some clients": ["rounds=9", "cohort.size=2", "method.down.name=top-k", "method.down.share=0.1"],
+    "steps, any number": ["rounds=6", "cohort.kind=poisson", "cohort.size=2", "method.down.name=half"],
+    "steps larger than weights": ["rounds=3", ALL, "method.down.name=raw"],
+    "from the start": ["method.down.name=fedsynth", "method.down.fits=2", "method.down.batches=1"],
+    "full rounds": ["rounds=4", ALL, "method.up.name=qsgd", "method.down.name=qsgd", "method.full_rounds=2"],
+    "uneven clients, some steps": ["split.kind=dirichlet", "split.alpha=0.3", "method.local.steps=3"],
+}
+
+
+@pytest.fixture(scope="module")
+def digits() -> fv.Data:
+    return fv.load("digits")
+
+
+def spent(plan: fv.Recipe, task: fv.Task) -> fv.Ledger:
+    engine = Local(workers=1)
+    ledger = fv.run(
+        task, plan.method, rounds=plan.rounds, cohort=plan.cohort, seed=plan.seed, engine=engine, evaluate_every=99
+    ).ledger
+    assert not any(row.missing for row in ledger.rows)
+    return ledger
+
+
+def agree(plan: fv.Recipe, digits: fv.Data) -> None:
+    task = plan.on(digits)
+    told, rows = cost(task, plan), spent(plan, task).rows
+    for way in ("up", "down"):
+        each = [size for row in rows for size in getattr(row, way).values()]
+        found = told[way]
+        assert (found["total"], found["least"], found["most"]) == (sum(each), min(each), max(each)), way
+    assert told["passes"]["total"] == sum(row.passes for row in rows)
+
+
+@pytest.mark.parametrize("name", DIGITS)
+def test_every_digits_recipe_costs_what_was_foretold(name: str, digits: fv.Data) -> None:
+    fits = {"fedsynth": "method.up.fits=2", "tofu": "method.up.steps=2"}
+    plan = recipe.read(name, QUICK)
+    agree(recipe.read(name, [*QUICK, *([fits[plan.method.name]] if plan.method.name in fits else [])]), digits)
+
+
+@pytest.mark.parametrize("changes", DOWN.values(), ids=DOWN)
+def test_every_way_down_costs_what_was_foretold(changes: list[str], digits: fv.Data) -> None:
+    agree(recipe.read("digits/fedavg", [*QUICK, *changes]), digits)
+
+
+def test_fedavg_costs_as_much_as_fedavg(digits: fv.Data) -> None:
+    plan = recipe.read("digits/fedavg")
+    told = cost(plan.on(digits), plan)
+    assert told["up"]["ratio"] == told["down"]["ratio"] == 1
+    assert told["up"]["total"] == told["up"]["fedavg"] == 20 * 5 * told["up"]["mean"]
+    assert told["notes"] == []
+
+
+def test_catching_up_has_a_bound(digits: fv.Data) -> None:
+    plan = recipe.read("digits/fedavg", ["cohort.size=1", "rounds=30", "method.down.name=qsgd", "cohort.drop=0.1"])
+    task = plan.on(digits)
+    dropping, away = cost(task, plan)["notes"]
+    assert "for all of them answering" in dropping
+    bound = int(away.rpartition(" ")[2].replace(",", "").rstrip("."))
+    assert cost(task, plan)["down"]["most"] <= bound < 4 * task.layout.size + 200
+    assert cost(task, recipe.read("digits/fedavg", ["cohort.size=1", "rounds=30"]))["notes"] == []
+
+
+def test_a_method_of_ones_own_is_counted_by_its_questions() -> None:
+    task, plan = linear_task(), fv.Recipe(rounds=3, cohort=fv.Sampling(size=4), method=Twice())
+    told, ledger = cost(task, plan), spent(plan, task)
+    assert told["up"]["total"] == sum(row.bytes_up for row in ledger.rows)
+    assert told["down"]["total"] == sum(row.bytes_down for row in ledger.rows)
+
+
+def test_nobody_is_a_sentence() -> None:
+    plan = fv.Recipe(rounds=1, seed=3, cohort=fv.Sampling(size=1, kind="poisson"))
+    task = linear_task(40, 400)
+    seed = next(s for s in range(50) if not plan.cohort.draw(task, fv.Seed.root(s).child("round", 1, "cohort")))
+    with pytest.raises(ValueError, match=r"choose nobody in any round; raise cohort\.size"):
+        cost(task, fv.Recipe(rounds=1, seed=seed, cohort=plan.cohort))
+
+
+def test_the_memory_estimate_grows_with_what_is_held() -> None:
+    assert fv.Local(optimizer="adam", batch=8).work(100) == Work(100, 5, 8)
+    assert fv.FedSynth(batches=1, epochs=2).work().held < fv.FedSynth(batches=2, epochs=2).work().held
+    both = fv.FedAvg(up=fv.Tofu(points=4, steps=10)).work(Turn(0, 100, 1, 1, 0))
+    assert (both.passes, both.held) == (140, 32)
+
+
+def test_the_size_of_a_record_is_the_length_of_its_frame() -> None:
+    for record in (Update(torch.ones(3), 300), Update(torch.ones(4), 1)):
+        assert message.size(record) == len(message.frame(record, Envelope()))
+    blank = message.blank(Update, {"weights": 5})
+    assert (blank.update.shape, blank.update.device.type, blank.records) == ((5,), "meta", 1)
