@@ -15,6 +15,7 @@ from fedveil.updates.raw import FedAvg, FedProx, FedSGD, QFedAvg, Scaffold
 from fedveil.updates.server import Merge, Server
 from fedveil.updates.squeeze import Zstd
 from fedveil.updates.synthetic import FedSynthAvg, TofuAvg
+from fedveil.updates.tiers import Tiers
 from fedveil.updates.tofu import Tofu
 
 __version__ = "0.1.0"
@@ -55,6 +56,7 @@ __all__ = [
     "Split",
     "State",
     "Task",
+    "Tiers",
     "Tofu",
     "TofuAvg",
     "TopK",

@@ -307,10 +307,14 @@ class Cohort:
             if letter.client not in answers:
                 missing.setdefault(letter.client, "late: no answer when the question closed")
         shared.row.missing.update({str(k): reason for k, reason in missing.items()})
-        needed = shared.plan.needed(len(shared.row.cohort))
-        if len(answers) < min(needed, len(questions)):
-            raise BelowQuorum(f"{len(answers)} of {len(questions)} answered, {needed} are needed")
+        self.require(len(answers), len(questions))
         return Answers(answers, missing)
+
+    def require(self, usable: int, asked: int) -> None:
+        """Raise `BelowQuorum` if of the clients asked too few gave an answer that can be used."""
+        needed = min(self._shared.plan.needed(len(self._shared.row.cohort)), asked)
+        if usable < needed:
+            raise BelowQuorum(f"{usable} of {asked} answers can be used, {needed} are needed")
 
     def _fate(self, client: int, serial: int) -> str:
         """Simulated drop-outs and latency: part of the public randomness, so the same on every engine."""

@@ -120,7 +120,7 @@ def test_below_the_quorum_the_state_stays_and_the_next_round_goes_on():
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[1], weights[2])
     event = between(fv.FedSGD(), two_die, rounds=2, cohort=plan).ledger.rows[1].events
-    assert event == ["below quorum: 2 of 4 answered, 3 are needed; the weights stay as they were"]
+    assert event == ["below quorum: 2 of 4 answers can be used, 3 are needed; the weights stay as they were"]
 
 
 # ------------------------------------------------------------------------------------------------- in training

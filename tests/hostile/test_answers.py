@@ -188,7 +188,9 @@ def test_too_many_hostile_answers_leave_the_weights_as_they_were():
     before = replying(METHODS["fedsgd"], two, rounds=1, cohort=fv.Sampling(size=4, quorum=3))
     after = replying(METHODS["fedsgd"], two, rounds=2, cohort=fv.Sampling(size=4, quorum=3))
     assert torch.equal(before.weights, after.weights)
-    assert after.ledger.rows[1].events == ["below quorum: 2 of 4 answered, 3 are needed; the weights stay as they were"]
+    assert after.ledger.rows[1].events == [
+        "below quorum: 2 of 4 answers can be used, 3 are needed; the weights stay as they were"
+    ]
 
 
 def test_answers_within_range_that_drive_the_weights_out_of_it_end_the_run_with_the_reason():

@@ -299,7 +299,9 @@ def test_a_round_in_which_nothing_can_be_decoded_leaves_the_weights_as_they_were
 
     method = method_of("tofu, float32")
     result = replying(method, all_of_them)
-    assert result.ledger.rows[1].events == ["below quorum: no update could be decoded; the weights stay as they were"]
+    assert result.ledger.rows[1].events == [
+        "below quorum: 0 of 4 answers can be used, 1 are needed; the weights stay as they were"
+    ]
     assert len(result.ledger.rows[1].missing) == 4
 
 

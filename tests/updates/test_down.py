@@ -119,7 +119,8 @@ def test_full_weights_are_sent_where_they_are_fewer_bytes_than_the_missed_messag
     here = frame_bytes(TrainHere(4))
     assert row.down["0"] == frame_bytes(Follow(4, run.before.history[3:])) + here
     assert row.down["1"] == frame_bytes(Follow(4, weights=run.before.weights)) + here
-    assert row.down["1"] < frame_bytes(Follow(4, run.before.history[2:])) + here
+    assert run.before.history[:3] == [b""] * 3, "what will never be sent is not kept"
+    assert row.down["1"] < frame_bytes(Follow(4, run.before.history[3:] * 2)) + here
     assert torch.equal(run.held(1).weights, run.before.weights)
 
 

@@ -210,3 +210,20 @@ def test_a_client_that_has_not_moved_sends_an_update_of_zeros():
     task, codec = image_task(), fv.Tofu(points=3, steps=5)
     payloads = encoded(codec, task, torch.zeros(2, task.layout.size))
     assert not codec.decode(task, task.initial.expand(2, -1), payloads).any()
+
+
+def test_after_the_first_switch_the_update_is_as_long_as_its_proxies_are_true():
+    """switch₁: the step is scaled by the cosine that was reached."""
+    task = linear_task()
+    true = torch.linspace(-1, 1, task.layout.size)[None]
+    w, seeds = task.initial[None], [fv.Seed.root(0)]
+    lengths = {}
+    for round_ in (3, 4):
+        crowd = fv.Crowd(task, (0,), round_, fv.Seed.root(0), fv.Seed.root(0), [None], [{}])
+        codec = fv.Tofu(points=1, steps=5, cautious_after=3)
+        (decoded,) = codec.decode(task, w, codec.encode(task, w, true, seeds, crowd))
+        lengths[round_] = float(torch.linalg.vector_norm(decoded))
+        reached = float(torch.nn.functional.cosine_similarity(decoded, true[0], dim=0))
+    assert lengths[4] < lengths[3]
+    assert 0 < lengths[4] / lengths[3] < 1
+    assert reached > 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,7 +133,7 @@ class Down:
         cohort.note(cosine_down=_cosine(weights - state.weights, change[0]))
         versions = _versions(state, task).clone()
         versions[list(cohort.ids)] = _version(state)  # the cohort is down to those in step
-        history = [*state.history, message.frame(payload, Envelope())]
+        history = _worth_keeping([*state.history, message.frame(payload, Envelope())], state.weights)
         return replace(after, weights=weights, history=history, versions=versions)
 
     def questions(self, task: Task, turn: Turn) -> list[Question]:
@@ -150,8 +150,7 @@ class Down:
     def _missed(self, state: ServerState, version: int) -> Follow:
         """What a client of that version has missed, in steps or in full, whichever is fewer bytes."""
         frames = state.history[version:]
-        whole = 4 * state.weights.numel()
-        if sum(len(f) + 8 for f in frames) > whole:
+        if not all(_worth_keeping(frames, state.weights)):
             return Follow(_version(state), weights=state.weights)
         return Follow(_version(state), frames)
 
@@ -207,6 +206,16 @@ class Down:
         message.check(payload, sizes)
         self.codec.check(task, payload)
         return payload
+
+
+def _worth_keeping(frames: Sequence[bytes], weights: Tensor) -> list[bytes]:
+    """The newest steps that together are fewer bytes than the weights; older ones are never sent and become empty."""
+    left = 4 * weights.numel()
+    kept = []
+    for frame in reversed(frames):
+        left -= len(frame) + 8
+        kept.append(frame if frame and left >= 0 else b"")
+    return kept[::-1]
 
 
 def _version(state: ServerState) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedveil import message
 from fedveil.cost import Turn, Work
-from fedveil.federation import About, Answers, BelowQuorum, Cohort, Crowd, Method, State
+from fedveil.federation import About, Answers, Cohort, Crowd, Method, State
 from fedveil.message import Answer, Question, Record, Refused, Size, Weights
 from fedveil.task import Task
 from fedveil.updates.codec import Codec, Raw, Update
@@ -96,21 +96,19 @@ class FedAvg(Method):
         task, usable = cohort.task, {}
         for client, payload in answers.items():
             try:
-                self.up.check(task, payload)
+                self.up.of(client).check(task, payload)
                 usable[client] = payload
             except Refused as error:
                 cohort.refuse(client, error)
-        if usable and (shown := self.up.exhibit(next(iter(usable.values())))):
+        cohort.require(len(usable), len(cohort))
+        if shown := self.up.exhibit(next(iter(usable.values()))):
             cohort.exhibit(*shown)
-        decoded = (
-            self.up.decode(task, base.expand(len(usable), -1), list(usable.values())) if usable else base[None, :0]
-        )
-        finite = decoded.sum(1).isfinite().tolist() if usable else []
+        decoded = self.up.decode(task, base.expand(len(usable), -1), list(usable.values()))
+        finite = decoded.sum(1).isfinite().tolist()
         for client, fine in zip(usable, finite, strict=True):
             if not fine:
                 cohort.refuse(client, Refused("not finite", "the decoded update holds a value that is not a number"))
-        if not any(finite):
-            raise BelowQuorum("no update could be decoded")
+        cohort.require(sum(finite), len(cohort))
         rows = torch.tensor(finite, device=decoded.device)
         records = torch.tensor([p.records for p in usable.values()], device=decoded.device)
         return self.merge(decoded[rows], records[rows])
@@ -119,7 +117,7 @@ class FedAvg(Method):
         return self.up.payload if isinstance(question, Train | TrainHere | TrainFrom) else type(question).reply
 
     def schema(self, task: Task, question: Question, client: int) -> Mapping[str, Size]:
-        return self.up.sizes(task) if isinstance(question, Train | TrainHere | TrainFrom) else task.sizes
+        return self.up.of(client).sizes(task) if isinstance(question, Train | TrainHere | TrainFrom) else task.sizes
 
     def questions(self, task: Task, turn: Turn) -> list[Question]:
         full = turn.rounds - turn.round < self.full_rounds
@@ -127,7 +125,7 @@ class FedAvg(Method):
 
     def work(self, turn: Turn) -> Work:
         trained = self.training(turn.records)
-        return trained if turn.rounds - turn.round < self.full_rounds else trained + self.up.work()
+        return trained if turn.rounds - turn.round < self.full_rounds else trained + self.up.of(turn.client).work()
 
     def training(self, records: int) -> Work:
         """What `update` takes of a client with so many records."""

@@ -22,7 +22,7 @@ class ServerState(State, frozen=True):
 
     first: Weights | None = None
     second: Weights | None = None
-    history: list[bytes] = []  # encoded steps, as frames
+    history: list[bytes] = []  # encoded steps, as frames; empty where full weights are fewer bytes
     versions: Versions | None = None  # how many of them each client has applied
 
 

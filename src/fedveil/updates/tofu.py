@@ -40,6 +40,7 @@ class Tofu(Codec):
     precision:        float32 (the paper), float16 or uint8 images and labels, fitted with the rounding
     decay:            of the learning rate: steps (the paper: ×0.1 at 3/8, 5/8 and 7/8) or late, held for three quarters
                       and then falling linearly to 0, which reaches the same cosine in about half as many steps
+    cautious_after:   from the round after this one the update is scaled by the cosine its proxies reach (switch₁)
     """
 
     name: ClassVar[str] = "tofu"
@@ -52,6 +53,7 @@ class Tofu(Codec):
     shrink: int = 1
     precision: str = "float32"
     decay: str = "steps"
+    cautious_after: int | None = None
 
     def __post_init__(self) -> None:
         if self.points < 1 or self.steps < 1 or self.lr <= 0 or self.shrink < 1:
@@ -108,10 +110,12 @@ class Tofu(Codec):
             return 1 - cosine(self._direction(task, w, *sent(), create_graph=True), updates)  # eq. 3
 
         variables = [Variable(v, self.lr) for v in (images, labels, alphas)]
-        adam(loss, variables, self._rates())
+        misfit = adam(loss, variables, self._rates())
         scales = torch.stack(
             [torch.linalg.vector_norm(updates[:, a.start : a.stop], dim=1) for a in task.layout.layers], 1
         )
+        if crowd and self.cautious_after is not None and crowd.round > self.cautious_after:
+            scales *= (1 - misfit)[:, None].clamp(min=0)
         pixels, soft = Rounding.of(images, self.precision), labels.softmax(2)
         rows = (pixels.shrink(images), Rounding.unit(soft, self.precision).shrink(soft), alphas.softmax(1), scales)
         if crowd:
