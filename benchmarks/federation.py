@@ -16,15 +16,18 @@ from fedveil.federation import Federation, Sampling
 
 
 class Loop:
-    """FedAvg as one writes it by hand: one thread, one client after another, one module, `torch.optim.SGD`."""
+    """FedAvg as one writes it by hand: one thread, one client after another, one module, `torch.optim.SGD`.
+
+    Cohorts and shuffles are drawn as fedveil draws them, so both train on the same batches.
+    """
 
     def __init__(self, task: fv.Task, model: torch.nn.Module, batch: int, lr: float) -> None:
         self.task, self.model, self.batch, self.lr = task, model, batch, lr
         self.weights = [p.detach().clone() for p in model.parameters()]
 
     def round(self, number: int, seed: fv.Seed) -> None:
-        rng = seed.child("round", number).numpy()
-        cohort = rng.choice(len(self.task.clients), 10, replace=False)
+        round_seed = seed.child("round", number)
+        cohort = Sampling(size=10).draw(self.task, round_seed.child("cohort"))
         total = [torch.zeros_like(p) for p in self.weights]
         records = 0
         for client in cohort:
@@ -32,7 +35,8 @@ class Loop:
                 for p, q in zip(self.model.parameters(), self.weights, strict=True):
                     p.copy_(q)
             optimizer = torch.optim.SGD(self.model.parameters(), self.lr)
-            order = torch.from_numpy(rng.permutation(self.task.clients[int(client)]))
+            rng = round_seed.child("client", client, "shuffle").numpy()
+            order = torch.from_numpy(rng.permutation(self.task.clients[client]))
             for rows in order.split(self.batch):
                 optimizer.zero_grad()
                 F.cross_entropy(self.model(self.task.x[rows]), self.task.y[rows]).backward()

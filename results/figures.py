@@ -1,8 +1,8 @@
 """Every table and figure of results/README.md and README.md, from the ledgers in this folder.
 
-    python results/figures.py                print the tables
-    python results/figures.py --write        put them into the two READMEs, and draw the figures
-    python results/figures.py --screenshot   take the picture of the report; needs playwright and Chromium
+python results/figures.py                print the tables
+python results/figures.py --write        put them into the two READMEs, and draw the figures
+python results/figures.py --screenshot   take the picture of the report; needs playwright and Chromium
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ PAGES = (HERE.parent / "README.md", HERE / "README.md")
 DRAWN = HERE.parent / "docs" / "figures"
 DIGITS = (  # in the order of the table; the first is what the others are compared with
     *("fedavg", "fedprox", "scaffold", "q-fedavg", "fedsgd"),
-    *("fedavg-half", "fedavg-qsgd", "fedavg-zstd", "fedavg-top-k-6", "fedavg-top-k"),
+    *("fedavg-half", "fedavg-qsgd", "fedavg-zstd"),
+    *("fedavg-top-k-0.06", "fedavg-top-k-0.0155", "fedavg-top-k"),
     *("tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit"),
 )
 CURVES = ("fedavg", "fedavg-qsgd", "fedavg-top-k", "tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit")
@@ -86,7 +87,7 @@ def _payload(codec: dict[str, Any]) -> str:
         case "zstd":
             return f"{_payload(codec['inner'])}, then Zstandard"
         case "top-k":
-            return f"the largest {codec['share']:.0%} of the update; the rest is added to the next one"
+            return f"the largest {100 * codec['share']:g}% of the update"
         case "tofu":
             return f"{codec['points']} proxy pictures in {bits} bits"
         case "fedsynth":
@@ -119,8 +120,9 @@ def ratio(whole: float, part: float) -> str:
 
 def where(run: Run) -> str:
     e = run.environment
-    device = e["gpu"] if e.get("device", "cpu").startswith("cuda") else f"CPU, {e['threads']} threads"
-    return f"{device}; PyTorch {e['torch'].split('+')[0]}, Python {e['python']}, seed {run.recipe['seed']}"
+    device = e["gpu"] if e["device"].startswith("cuda") else f"CPU, {e['threads']} threads"
+    commit = f", commit {e['commit']}" if "commit" in e else ""
+    return f"{device}; PyTorch {e['torch'].split('+')[0]}, Python {e['python']}{commit}; seed {run.recipe['seed']}"
 
 
 def commands(names: Iterable[str]) -> str:
@@ -178,12 +180,14 @@ def fedsynth() -> str:
 def tofu() -> str:
     run = Run("mnist/tofu-64")
     accuracy = dict(zip(*run.ledger.series("accuracy"), strict=True))
-    synthetic = run.recipe["rounds"] - run.recipe["method"]["full_rounds"]
+    rounds, full = run.recipe["rounds"], run.recipe["method"]["full_rounds"]
+    synthetic = rounds - full
     rows = [
         (f"after {synthetic} rounds of proxies", percent(accuracy[synthetic]), f"{PAPER['synthetic']:.2f}"),
-        (f"after {run.recipe['method']['full_rounds']} full rounds more", percent(accuracy[run.recipe["rounds"]]), f"{PAPER['full']:.2f}"),
-    ]  # fmt: skip
-    rows = [*rows, ("mean cosine up", f"{run.mean('cosine'):.3f}", ""), ("mean cosine down", f"{run.mean('cosine_down'):.3f}", "")]  # fmt: skip
+        (f"after {full} full rounds more", percent(accuracy[rounds]), f"{PAPER['full']:.2f}"),
+        ("mean cosine up", f"{run.mean('cosine'):.3f}", ""),
+        ("mean cosine down", f"{run.mean('cosine_down'):.3f}", ""),
+    ]
     return table(("LeNet5, N = 64, both ways", "here", "paper"), rows)
 
 
@@ -215,16 +219,17 @@ def tofu_run() -> str:
     plain = rounds * full_bytes()
     size = 64 * (28 * 28 + 10 + 1) * (rounds - full) + LENET5 * full
     resynced = [row.round for row in run.ledger.rows if row.metrics.get("resynced")]
+    eta = PAPER["efficiency"]
     rows = [
         (f"the paper's η with as many FedAvg rounds ({rounds})", f"{LENET5 * rounds / size:.2f}"),
-        (f"FedAvg rounds at which η would be the paper's {PAPER['efficiency']}", count(PAPER["efficiency"] * size / LENET5)),
+        (f"FedAvg rounds at which η would be the paper's {eta}", count(eta * size / LENET5)),
         ("bytes a client sent", count(up)),
         ("bytes a client was sent", count(down)),
         (f"bytes either way in {rounds} rounds of FedAvg", count(plain)),
         ("times fewer, up", f"{plain / up:.2f}"),
         ("times fewer, both ways", f"{2 * plain / (up + down):.2f}"),
         (f"rounds of {rounds} in which clients were sent full weights as well", count(len(resynced))),
-    ]  # fmt: skip
+    ]
     return table(("all rounds, one client", ""), rows)
 
 
@@ -235,9 +240,10 @@ def bench() -> str:
     found = json.loads(path.read_text(encoding="utf-8"))
     parts = []
     for one in found if isinstance(found, list) else [found]:
-        device = one.get("gpu") or f"CPU, {one['threads']} threads"
-        rows = [(name, key, f"{value:.4g}") for name, figures in one["figures"].items() for key, value in figures.items()]
-        parts.append(f"`{one['command']}` ({device}, PyTorch {one['torch'].split('+')[0]}):\n\n{table(('benchmark', 'figure', 'value'), rows, 2)}")  # fmt: skip
+        device = one["gpu"] or f"CPU, {one['threads']} threads"
+        head = f"`{one['command']}` ({device}; PyTorch {one['torch'].split('+')[0]}):"
+        rows = [(name, key, f"{value:.4g}") for name, each in one["figures"].items() for key, value in each.items()]
+        parts.append(f"{head}\n\n{table(('benchmark', 'figure', 'value'), rows, 2)}")
     return "\n\n".join(parts)
 
 

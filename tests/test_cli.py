@@ -18,11 +18,12 @@ from typer.testing import CliRunner
 
 import fedveil
 from fedveil import cli, data, message, recipe
-from fedveil.cli import commands, jobs, shell
+from fedveil.cli import commands, jobs, progress, shell
 from fedveil.cli.options import What
 from fedveil.cli.progress import Interrupt
 from fedveil.message import Envelope
 from fedveil.runs import RunFolder, read_checkpoint
+from fedveil.updates import fit
 from fedveil.updates.raw import Update
 
 KEYS = {
@@ -296,6 +297,28 @@ def test_the_demo_is_of_built_in_recipes() -> None:
     assert methods == {"fedavg", "scaffold", "fedsynth", "tofu"}
 
 
+def test_the_cost_is_known_before_the_run() -> None:
+    changes = [*SMALL, "--set", "rounds=2", "--set", "method.up.steps=2"]
+    told = good(fv("cost", "digits/tofu", *changes, "--format", "json"))
+    spent = good(fv("run", "digits/tofu", *changes, "--format", "json"))
+    assert (told["up"]["total"], told["down"]["total"]) == (spent["bytes_up"], spent["bytes_down"])
+    assert told["passes"]["total"] == spent["passes"]
+    shown = good(fv("cost", "digits/tofu", "--set", "method.down.name=tofu"))
+    assert re.search(r"^bytes sent +9,\d{3} +97\d,\d{3} +8,008,000 +8\.\d+$", shown, re.M), shown
+    assert "Estimate: a client needs" in shown
+    assert "caught up" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_a_long_fit_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LONG", 0.0)
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
+    result = run("a", "--set", "method.up.steps=120", rounds=1, method="tofu")
+    good(result)
+    assert re.findall(r"^round 0/1  fitting (.*)$", result.stderr, re.M) == ["50/120", "100/120"]
+    assert fit.observer is None
+
+
 def test_a_report_goes_to_the_first_folder_or_where_told() -> None:
     good(run("a", rounds=1))
     assert good(fv("report", "a")) == "a/report.html\n"
@@ -310,7 +333,7 @@ def test_the_version() -> None:
     assert good(fv("--version")) == f"{fedveil.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["", "run", "resume", "compare", "report", "list", "describe", "inspect"])
+@pytest.mark.parametrize("command", ["", "run", "resume", "compare", "cost", "report", "list", "describe", "inspect"])
 def test_help_is_short_and_has_an_example(command: str) -> None:
     shown = good(fv(*command.split(), "--help"))
     assert "fedveil" in shown.partition("Example: " if command else "Start with: ")[2]
@@ -329,6 +352,7 @@ def test_lists(what: What) -> None:
     shown = good(fv("list", what))
     assert all(entry["summary"] and entry["name"] in shown for entry in found)
     assert max(map(len, shown.splitlines())) <= 80
+    assert what != What.data or len({entry["summary"] for entry in found}) == len(found)
     names = {"methods": "q-fedavg", "models": "lenet5", "data": "shakespeare", "recipes": "digits/fedavg-classes"}
     assert names[what] in [entry["name"] for entry in found]
 

@@ -168,3 +168,15 @@ def test_only_narrows_and_never_widens():
 
     result = fv.run(task, Narrow(), rounds=2, cohort=3)
     assert [tuple(map(int, row.up)) for row in result.ledger.rows] == seen
+
+
+def test_the_cosine_of_each_layer_is_in_the_ledger():
+    class Known(fv.FedAvg):
+        def update(self, crowd, w):
+            return torch.tensor([[3.0, 0, 0, 4.0, 0, 0, 0, 1.0]]).expand(len(crowd), -1)  # weight [2, 3], bias [2]
+
+    metrics = fv.run(linear_task(), Known(up=fv.TopK(share=1 / 8)), rounds=1, cohort=2).ledger.rows[0].metrics
+    assert metrics["cosine/weight"] == pytest.approx(4 / 5)
+    assert metrics["cosine/bias"] == 0
+    assert metrics["cosine"] == pytest.approx(4 / 26**0.5)
+    assert "cosine" not in fv.run(linear_task(), fv.FedAvg(), rounds=1, cohort=2).ledger.rows[0].metrics

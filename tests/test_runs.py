@@ -364,3 +364,47 @@ def test_a_run_that_fails_to_begin_gives_its_folder_back(tmp_path):
     with pytest.raises(ArithmeticError):
         train(tmp_path, Broken())
     RunFolder(tmp_path).close()
+
+
+# ---------------------------------------------------------------------------------------------------- exhibits
+
+
+def image_task(channels=1):
+    x = torch.randn(24, channels, 4, 4, generator=fv.Seed.root(0).torch())
+    data = from_tensors(x, torch.arange(24) % 3, x[:6], torch.arange(6) % 3, classes=3)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16 * channels, 3))
+    return fv.Task(model, data, fv.split("iid", data, 3, fv.Seed.root(0)))
+
+
+@pytest.mark.parametrize("up", [fv.Tofu(points=4, steps=2), fv.FedSynth(batches=2, batch=2, epochs=1, fits=2)])
+def test_synthetic_images_are_kept_beside_real_ones_and_survive_a_resume(up, tmp_path):
+    for rounds in (3, 5):
+        fv.run(image_task(), fv.FedAvg(up=up), rounds=rounds, cohort=2, folder=tmp_path)
+    (folder,) = (tmp_path / "figures").iterdir()
+    assert folder.name == ("proxy images" if up.name == "tofu" else "synthetic images")
+    assert sorted(path.name for path in folder.iterdir()) == ["00001.png", "00002.png", "00005.png", "real.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
+
+
+def test_real_ones_are_of_the_same_classes(tmp_path):
+    task, seen = image_task(), []
+
+    class Shown(fv.FedAvg):
+        def round(self, state, cohort):
+            cohort.exhibit("own", torch.zeros(12, 1, 4, 4), torch.eye(3)[[2, 2, 0] * 4])
+            cohort.exhibit("no image", torch.zeros(12, 16), torch.eye(3)[[2, 2, 0] * 4])
+            seen.append(dict(cohort._shared.exhibits))
+            return super().round(state, cohort)
+
+    fv.run(task, Shown(), rounds=3, cohort=2, folder=tmp_path)
+    (images, real), *_ = seen[0].values()
+    assert (len(images), real.shape) == (10, (10, 1, 4, 4))
+    owner = [int((task.test_x == picture).flatten(1).all(1).nonzero()[0]) % 3 for picture in real]
+    assert owner == [2, 2, 0] * 3 + [2]
+    assert [list(each) for each in seen] == [["own"], ["own"], []]
+    assert [path.name for path in (tmp_path / "figures").iterdir()] == ["own"]
+
+
+def test_text_and_vectors_are_no_exhibits(tmp_path):
+    fv.run(linear_task(), fv.FedAvg(up=fv.Tofu(points=2, steps=2)), rounds=1, cohort=2, folder=tmp_path)
+    assert not (tmp_path / "figures").exists()

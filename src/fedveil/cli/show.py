@@ -51,9 +51,11 @@ def cost(told: Mapping[str, Any]) -> None:
     out.print(table)
     memory = told["memory_estimate"]
     weights, activations = (decimal(memory[part]) for part in ("weights", "activations"))
-    out.out(f"\nA client needs about {weights} for weights and {activations} for activations (an estimate).")
-    out.out("A pass is one record run forward and backward. FedAvg is with full weights both ways.")
-    for note in told["notes"]:
+    notes = [
+        f"Estimate: a client needs about {weights} for weights and {activations} for activations.",
+        "A pass is one record run forward and backward. FedAvg is with full weights both ways.",
+    ]
+    for note in [*notes, *told["notes"]]:
         out.out("\n" + textwrap.fill(note, out.width))
 
 

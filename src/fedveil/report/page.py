@@ -121,7 +121,7 @@ def _fidelity(runs: Sequence[Run]) -> str:
         "cosine_down": "Cosine of the step that the server means and the one that clients decode.",
     }
     drawn = [_curves(runs, "rounds", captions[m], m) for m in captions if any(r.ledger.series(m)[0] for r in runs)]
-    return f'<h2>Fidelity</h2>\n<div class="figures">\n{"".join(drawn)}</div>' if drawn else ""
+    return f'<h2>Fidelity</h2>\n<div class="figures halves">\n{"".join(drawn)}</div>' if drawn else ""
 
 
 def _splits(runs: Sequence[Run]) -> str:
@@ -174,9 +174,8 @@ def _strips(folder: Path) -> str:
 
 def _layers(ledger: Ledger) -> str:
     """The cosine of decoded and true update of each layer."""
-    names = sorted({name for row in ledger.rows for name in row.metrics if name.startswith("cosine/")})
     body = []
-    for name in names:
+    for name in dict.fromkeys(name for row in ledger.rows for name in row.metrics if name.startswith("cosine/")):
         _, values = ledger.series(name)
         seen = (values[0], sum(values) / len(values), values[-1])
         cells = "".join(_cell(f"{value:.3f}") for value in seen)
