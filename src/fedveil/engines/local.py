@@ -46,8 +46,9 @@ class Local:
     def open(self, clients: Clients) -> None:
         self._clients = clients
         task = clients.task
-        if task.device.type == "cuda":  # convolutions are in TF32 by default; what stands in for them should be too
-            torch.set_float32_matmul_precision("high")
+        if task.device.type == "cuda":
+            torch.set_float32_matmul_precision("high")  # as convolutions are by default, so what stands in for them
+            torch.backends.cudnn.deterministic = True  # or server and clients decode one message differently
         self._lanes = self.lanes(task)
         self._fits = 1 if self.debug or not task.stackable else self.stack or (1 if _large(task) else 10**9)
         self._pool = ThreadPoolExecutor(self._lanes, "fedveil", initializer=torch.set_num_threads, initargs=(1,))

@@ -118,4 +118,12 @@ def _read(folder: Path) -> Run:
     method = table.get("method")
     if not isinstance(method, dict) or not isinstance(method.get("name"), str):
         raise ValueError(f'{recipe} names no method; put name = "..." under its [method]')
-    return Run(folder, method["name"], text, table, where, rows)
+    return Run(folder, _title(method), text, table, where, rows)
+
+
+def _title(method: dict[str, Any]) -> str:
+    """The method's name, and the codec's where it is not the method's own."""
+    up = method.get("up")
+    codec = up.get("name") if isinstance(up, dict) else None
+    plain = not isinstance(codec, str) or codec in ("raw", method["name"])
+    return str(method["name"]) if plain else f"{method['name']} + {codec}"

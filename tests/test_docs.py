@@ -1,0 +1,345 @@
+"""The documentation is true: its code runs, its links lead somewhere, and what it lists is what there is."""
+
+import dataclasses
+import importlib.util
+import json
+import re
+import shlex
+import sys
+import tomllib
+import types
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import fedveil as fv
+from fedveil import message, recipe
+from fedveil.cli import app
+from fedveil.ledger import Ledger, Row
+from fedveil.recipe import SplitSpec, TaskSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "results" / "README.md", *sorted(DOCS.rglob("*.md"))]
+COMMANDS = get_command(app).commands
+OPTIONS = {name: {o for p in command.params for o in p.opts if o.startswith("-")} for name, command in COMMANDS.items()}
+OWN = {name: kind for name, kind in fv.METHODS.items() if kind.__module__.startswith("fedveil.")}
+CODECS = {name: kind for name, kind in fv.Codec.registry.items() if kind.__module__.startswith("fedveil.")}
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@cache
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def fenced(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", read(page), re.DOTALL | re.MULTILINE)
+
+
+def section(page: Path, heading: str) -> str:
+    """What stands below a heading, up to the next one."""
+    found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", read(page), re.DOTALL | re.MULTILINE)
+    assert found, f"{name_of(page)} has no heading '{heading}'"
+    return found[1]
+
+
+def rows(part: str) -> dict[str, list[str]]:
+    """The rows of the tables in a text by what stands in their first cell, without backquotes."""
+    lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in part.splitlines() if line.startswith("|")]
+    return {cells[0].strip().strip("`"): [cell.strip() for cell in cells[1:]] for cells in lines}
+
+
+# ---------------------------------------------------------------------------------------------------- code
+
+
+@pytest.fixture
+def registries():
+    """Methods, codecs and kinds that a page enters are gone afterwards."""
+    kept = [(registry, dict(registry)) for registry in (fv.METHODS, fv.Codec.registry, message.KINDS)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    for registry, before in kept:
+        registry.clear()
+        registry.update(before)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if fenced(page, "python")], ids=name_of)
+def test_the_python_on_a_page_runs(page, tmp_path, monkeypatch, registries):
+    monkeypatch.chdir(tmp_path)
+    module = types.ModuleType(f"documented_{page.stem.replace('-', '_')}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for block in fenced(page, "python"):
+        exec(compile(block, name_of(page), "exec"), module.__dict__)
+
+
+def test_what_a_page_says_its_code_prints_is_what_it_prints(tmp_path, monkeypatch, registries, capsys):
+    for page in (DOCS / "how-to" / "drop-outs.md", DOCS / "explanation" / "hostile-messages.md"):
+        (block,) = fenced(page, "python")
+        exec(compile(block, name_of(page), "exec"), {"__name__": "documented"})
+        printed = capsys.readouterr().out
+        assert "".join(f"    {line}\n" for line in printed.splitlines()) in read(page)
+
+
+def test_the_toml_on_a_page_is_a_recipe(tmp_path):
+    found = [block for page in PAGES for block in fenced(page, "toml")]
+    assert found
+    for block in found:
+        (tmp_path / "own.toml").write_text(block)
+        assert recipe.read(str(tmp_path / "own.toml")).rounds
+
+
+# ---------------------------------------------------------------------------------------------------- links
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments that GitHub makes of a page's headings."""
+    outside = re.sub(r"^```.*?^```", "", read(page), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", outside, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_leads_somewhere(page):
+    for target, fragment in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", read(page)):
+        if target.startswith(("http:", "https:")):
+            continue
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), f"{name_of(page)} links to {target}"
+        if fragment:
+            assert fragment in anchors(path), f"{name_of(page)} links to #{fragment} of {name_of(path)}"
+
+
+def test_every_page_can_be_reached_from_the_first_one():
+    seen, ahead = set(), [PAGES[0]]
+    while ahead:
+        page = ahead.pop()
+        seen.add(page)
+        links = [(page.parent / target).resolve() for target in re.findall(r"\]\(([^)#\s]+\.md)", read(page))]
+        ahead += [link for link in links if link not in seen and link.exists()]
+    assert seen >= set(PAGES) - {DOCS / "README.md"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_names_no_place_on_somebodys_machine(page):
+    assert not re.search(r"(?:^|[\s\"'`(=])/[a-z]+/", read(page))
+
+
+# ---------------------------------------------------------------------------------------------------- commands
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Every `fedveil …` in code on a page, in words."""
+    outside = re.sub(r"^```.*?^```", "", read(page), flags=re.DOTALL | re.MULTILINE)
+    lines = [line for line in outside.splitlines() if line.startswith("    ")] + re.findall(r"`([^`\n]+)`", outside)
+    found = []
+    for line in lines:
+        line = line.strip().removeprefix("- ").removeprefix(".venv/bin/")
+        if re.match(r"fedveil( |$)", line):
+            found.append(shlex.split(line.replace("\\|", "|"), comments=True)[1:])
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_command_and_option_on_a_page_exists(page):
+    for words in commands(page):
+        if not words or words[0].startswith("--") or words[0].isupper():
+            continue
+        name, *rest = words
+        assert name in COMMANDS, f"there is no command {name}"
+        assert {word for word in rest if word.startswith("-")} - {"--help"} <= OPTIONS[name], words
+        changes = [rest[i + 1] for i, word in enumerate(rest) if word == "--set" and "=" in rest[i + 1]]
+        built_in = [word for word in rest if word in recipe.names()]
+        meant = [word for word in rest if re.fullmatch(r"(digits|mnist|cifar10|shakespeare)/[a-z0-9-]+", word)]
+        assert built_in == meant
+        for source in built_in if "VALUE" not in " ".join(changes) else []:
+            recipe.read(source, changes)
+
+
+def test_every_option_that_stands_alone_is_one_of_some_command():
+    known = {option for options in OPTIONS.values() for option in options} | {"--version", "--help"}
+    for page in PAGES:
+        for option in re.findall(r"`(--[a-z-]+)", read(page)):
+            assert option in known, f"{name_of(page)} names {option}"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_reference_has_every_command_with_every_option(name):
+    page = DOCS / "reference" / "cli.md"
+    (heading,) = re.findall(rf"^## (fedveil {name}\b.*)$", read(page), re.MULTILINE)
+    listed = {re.match(r"-+[a-z-]+", cell)[0] for cell in rows(section(page, heading)) if cell.startswith("-") and cell.strip("-: ")}  # fmt: skip
+    assert listed == OPTIONS[name] - {"--help"}
+
+
+def test_every_make_target_is_in_the_reference():
+    targets = set(re.findall(r"^([a-z-]+):", read(ROOT / "Makefile"), re.MULTILINE))
+    assert {f"make {target}" for target in targets} == {k for k in rows(read(DOCS / "reference" / "cli.md")) if k.startswith("make")}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------- recipe
+
+RECIPE = DOCS / "reference" / "recipe.md"
+
+
+def keys(kind: type, prefix: str) -> dict[str, object]:
+    """What a dataclass can be given in a recipe, with its defaults."""
+    blank = kind()
+    return {f"{prefix}{field.name}": getattr(blank, field.name) for field in dataclasses.fields(kind)}
+
+
+def hold(listed: dict[str, list[str]], expected: dict[str, object]) -> None:
+    """A table has exactly these keys, with these defaults."""
+    assert {key for key in listed if key not in ("key", "---")} == set(expected)
+    for key, default in expected.items():
+        said = listed[key][0]
+        if isinstance(default, fv.Codec):
+            assert said == f'codec "{default.name}"', key
+        elif dataclasses.is_dataclass(default):
+            assert said == "a table", key
+        elif default is None:
+            assert said == "none", key
+        else:
+            assert tomllib.loads(f"v = {said}")["v"] == default, f"the default of {key} is {default}, not {said}"
+
+
+SECTIONS = {
+    "The task": (TaskSpec, "task."),
+    "The split": (SplitSpec, "split."),
+    "The cohort": (fv.Sampling, "cohort."),
+    "Local training": (fv.Local, "method.local."),
+    "The server's optimiser": (fv.Server, "method.server."),
+    "The merge": (fv.Merge, "method.merge."),
+}
+
+
+@pytest.mark.parametrize("heading", SECTIONS)
+def test_the_reference_has_every_key_of_a_recipe_with_its_default(heading):
+    hold(rows(section(RECIPE, heading)), keys(*SECTIONS[heading]))
+
+
+def test_the_reference_has_every_key_of_the_run():
+    hold(rows(section(RECIPE, "The run")), {k: v for k, v in keys(fv.Recipe, "").items() if not dataclasses.is_dataclass(v)})  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_reference_has_every_key_of_a_method(name):
+    kind, base = OWN[name], {}
+    if issubclass(kind, fv.FedAvg) and kind is not fv.FedAvg:
+        base = keys(fv.FedAvg, "method.")
+        assert "The keys of `fedavg`" in section(RECIPE, name)
+    own = {k: v for k, v in keys(kind, "method.").items() if k not in base}
+    hold(rows(section(RECIPE, name)), own)
+    for key, default in keys(kind, "method.").items():
+        if key in base and default != base[key]:
+            assert f'`{key}.name` "{default.name}" by default' in section(RECIPE, name)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_the_reference_has_every_key_of_a_codec(name):
+    heading = f"{name} (codec)" if name in OWN else name
+    hold(rows(section(RECIPE, heading)), keys(CODECS[name], "method.up."))
+
+
+# ---------------------------------------------------------------------------------------------------- the rest
+
+
+@pytest.mark.parametrize(("heading", "names"), [("Methods", OWN), ("Codecs", CODECS)])
+def test_the_threat_model_has_a_row_for_each_with_a_kind(heading, names):
+    listed = rows(section(DOCS / "explanation" / "threat-model.md", heading))
+    assert set(listed) - {"method", "codec", "---"} == set(names)
+    for name in names:
+        assert re.match(r"(proved|measured|heuristic)\b", listed[name][-1]), f"{name} has no kind"
+
+
+def test_the_first_page_names_every_method_and_codec():
+    for name in [*OWN, *CODECS]:
+        assert f"`{name}`" in section(PAGES[0], "What is there")
+
+
+def test_the_reference_has_every_kind_of_record_with_its_fields():
+    listed = rows(section(DOCS / "reference" / "messages.md", "Kinds"))
+    kinds = {number: kind for number, kind in message.KINDS.items() if number < 128}
+    assert {cell for cell in listed if cell.isdecimal()} == {str(number) for number in kinds}
+    for number, kind in kinds.items():
+        record, _, described = listed[str(number)]
+        assert record == f"`{kind.__name__}`"
+        assert set(kind.__struct_fields__) <= set(re.findall(r"`(\w+)`", described)), kind.__name__
+
+
+def test_the_reference_has_the_dtypes_in_order():
+    listed = rows(read(DOCS / "reference" / "messages.md"))["dtype"]
+    assert listed == [str(dtype).removeprefix("torch.") for dtype in message.DTYPES]
+
+
+def test_the_reference_has_every_field_of_the_ledger():
+    page = DOCS / "reference" / "ledger.md"
+    assert set(rows(section(page, "A row"))) - {"field", "---"} == set(Row.__struct_fields__)
+    assert set(Ledger().summary("")) <= set(re.findall(r"`(\w+)`", section(page, "A summary")))
+
+
+def test_the_page_on_hostile_messages_has_every_reason():
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    reasons = set(re.findall(r"Refused\(\s*(?:rf?|f)?\"([a-z ]+)\"", sources))
+    reasons |= {f"wrong {part}" for part in ("run", "round", "client", "serial")}
+    assert len(reasons) > 15
+    listed = set(re.findall(r"`([a-z ]+)`", section(DOCS / "explanation" / "hostile-messages.md", "What is refused")))
+    assert reasons <= listed
+
+
+def test_the_reference_has_every_file_of_a_run_folder(tmp_path):
+    folder = tmp_path / "run"
+    options = ["--set", "rounds=2", "--set", "method.up.steps=2", "--set", "method.local.epochs=1", "--device", "cpu"]
+    assert CliRunner().invoke(app, ["run", "digits/tofu", *options, "--out", str(folder)]).exit_code == 0
+    page = DOCS / "reference" / "run-folder.md"
+    listed = set(rows(section(page, "Run folder")))
+    names = {f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir()}
+    assert {re.sub(r"\d{8}", "00000020", name) for name in names} <= listed
+    environment = json.loads((folder / "environment.json").read_text())
+    assert set(environment) <= set(re.findall(r"`(\w+)`", section(page, "environment.json")))
+    metrics = Ledger.read(folder / "ledger.jsonl").rows[0].metrics
+    known = set(rows(section(DOCS / "reference" / "ledger.md", "Metrics")))
+    assert {re.sub(r"/.*", "/LAYER", name) for name in metrics} <= known
+
+
+# ---------------------------------------------------------------------------------------------------- results
+
+
+@pytest.fixture(scope="module")
+def figures():
+    """results/figures.py as a module."""
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "results" / "figures.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", PAGES[:2], ids=name_of)
+def test_tables_of_results_are_those_of_the_ledgers(page, figures):
+    """If not: python results/figures.py --write"""
+    assert figures.filled(read(page)) == read(page)
+
+
+def test_every_result_is_in_a_table_and_names_nobodys_folders(figures):
+    found = {path.parent.relative_to(ROOT / "results").as_posix() for path in ROOT.glob("results/*/*/ledger.jsonl")}
+    assert {name.removeprefix("digits/") for name in found if name.startswith("digits/")} == set(figures.DIGITS)
+    for name in found:
+        text = (ROOT / "results" / name / "environment.json").read_text(encoding="utf-8")
+        assert "data_dir" not in text
+        assert not re.search(r"[\s\"'=]/[a-z]+/", text)
+
+
+def test_benchmarks_are_shown_once_there_are_some(figures, tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "HERE", tmp_path)
+    assert "python -m benchmarks -o" in figures.bench()
+    one = {"command": "python -m benchmarks digits", "gpu": None, "threads": 2, "torch": "2.13.0+cpu"}
+    (tmp_path / "bench.json").write_text(json.dumps(one | {"figures": {"digits": {"fedveil / loop": 0.41234}}}))
+    assert "| digits | fedveil / loop | 0.4123 |" in figures.bench()
