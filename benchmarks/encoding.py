@@ -9,8 +9,8 @@ import torch
 
 import fedveil as fv
 from fedveil import graphs, models
+from fedveil.clients import Crowd
 from fedveil.data import from_tensors
-from fedveil.federation import Crowd
 from fedveil.updates.fedsynth import FedSynth
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import fedveil as fv
+from fedveil.clients import Memory, Reply
 from fedveil.engines import Local
-from fedveil.federation import Memory, Reply, Starved
+from fedveil.federation import Starved
 from fedveil.message import Refused
 from fedveil.updates.raw import Control
 from toys import FourStages, LastReference, OtherProcess, Tamper, Twice, linear_task
@@ -56,11 +57,11 @@ def test_a_client_that_was_away_is_caught_up():
 
 def test_notes_are_gone_when_the_round_closes():
     task, method = linear_task(), Twice()
-    clients = fv.federation.Clients(method, task, bytes(8), fv.Seed.root(0))
+    clients = fv.clients.Clients(method, task, bytes(8), fv.Seed.root(0))
 
     def letter(question, round_, serial):
         where = fv.message.Envelope(bytes(8), round_, 0, serial)
-        return fv.federation.Letter.read(fv.message.frame(question, where))
+        return fv.clients.Letter.read(fv.message.frame(question, where))
 
     from toys import First, Second
 

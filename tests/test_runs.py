@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import fedveil as fv
+from fedveil.clients import Reply
 from fedveil.data import from_tensors
 from fedveil.engines import Local
-from fedveil.federation import Reply
 from fedveil.message import Refused
 from fedveil.runs import KEPT, RunError, RunFolder, environment, read_checkpoint
 from fedveil.updates.raw import Control

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import fedveil as fv
 from fedveil import message
+from fedveil.clients import Clients, Letter, Reply
 from fedveil.data import from_tensors
 from fedveil.engines import Local
-from fedveil.federation import Clients, Letter, Reply
 from fedveil.message import Answer, Question, Record, Refused, Shape, Weights
 from fedveil.runs import RunFolder
 

@@ -1,7 +1,8 @@
 """Federated learning in which no raw gradient leaves a client."""
 
+from fedveil.clients import Crowd
 from fedveil.data import Data, Split, load, split
-from fedveil.federation import METHODS, About, Answers, Cohort, Crowd, Federation, Method, Sampling, State, run
+from fedveil.federation import METHODS, About, Answers, Cohort, Federation, Method, Sampling, State, run
 from fedveil.ledger import Ledger, Result, Row
 from fedveil.message import Answer, Question, Record, Refused
 from fedveil.recipe import Recipe

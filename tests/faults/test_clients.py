@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import fedveil as fv
+from fedveil.clients import Clients, Letter, Reply
 from fedveil.engines import Local
-from fedveil.federation import Clients, Letter, Reply, read_answer
+from fedveil.federation import read_answer
 from fedveil.message import Envelope, Refused, frame
 from fedveil.updates.codec import Update
 from fedveil.updates.raw import TrainControlled

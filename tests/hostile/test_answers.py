@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fedveil as fv
-from fedveil.federation import Reply
+from fedveil.clients import Reply
 from fedveil.message import Refused, fields
 from fedveil.updates.codec import Update
 from fedveil.updates.raw import Controlled, FairUpdate

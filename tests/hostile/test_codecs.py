@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import fedveil as fv
 from fedveil import message
+from fedveil.clients import Reply
 from fedveil.data import from_tensors
-from fedveil.federation import Reply
 from fedveil.message import KINDS, fields
 from fedveil.updates.down import InStep
 from hostile.attacks import BYTES, Attack, Scene, inf, nan

@@ -8,8 +8,8 @@ import torch
 
 import fedveil as fv
 from fedveil import message
+from fedveil.clients import Clients, Letter
 from fedveil.engines import Local
-from fedveil.federation import Clients, Letter
 from fedveil.message import Envelope, Refused, fields
 from fedveil.updates.down import Train
 from fedveil.updates.raw import TrainControlled, TrainFair

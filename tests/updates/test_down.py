@@ -8,9 +8,9 @@ from msgspec.structs import replace
 
 import fedveil as fv
 from fedveil import message, models
+from fedveil.clients import Letter, Reply
 from fedveil.data import from_tensors
 from fedveil.engines import Local
-from fedveil.federation import Letter, Reply
 from fedveil.message import Envelope
 from fedveil.updates.codec import Update
 from fedveil.updates.down import Follow, Train, TrainFrom, TrainFull, TrainHere

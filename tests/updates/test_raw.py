@@ -5,8 +5,8 @@ import torch
 
 import fedveil as fv
 from fedveil import recipe
+from fedveil.clients import Reply
 from fedveil.engines import Local
-from fedveil.federation import Reply
 from fedveil.message import Envelope, frame
 from fedveil.updates.raw import Update
 from toys import Tamper, linear_task

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from fedveil.federation import Clients, Letter, Reply
+from fedveil.clients import Clients, Letter, Reply
 from fedveil.message import KINDS
 from fedveil.task import Task
 

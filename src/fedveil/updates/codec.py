@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fedveil import message
+from fedveil.clients import Crowd
 from fedveil.cost import Work
-from fedveil.federation import Crowd
 from fedveil.message import Answer, Count, Size, Weights
 from fedveil.seeds import Seed
 from fedveil.task import Task

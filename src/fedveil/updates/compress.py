@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedveil import message
-from fedveil.federation import Crowd
+from fedveil.clients import Crowd
 from fedveil.message import Answer, Count, Refused, Shape, Size
 from fedveil.seeds import Seed
 from fedveil.task import Task

@@ -19,8 +19,9 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from fedveil import message
+from fedveil.clients import Crowd
 from fedveil.cost import Turn
-from fedveil.federation import BelowQuorum, Cohort, Crowd, State
+from fedveil.federation import BelowQuorum, Cohort, State
 from fedveil.message import Answer, Envelope, Folded, Question, Record, Refused, Weights
 from fedveil.task import Task
 from fedveil.updates.codec import Codec, Update

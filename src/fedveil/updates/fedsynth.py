@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedveil import message
+from fedveil.clients import Crowd
 from fedveil.cost import Work
-from fedveil.federation import Crowd
 from fedveil.message import Answer, Count, Shape, Size
 from fedveil.seeds import Seed
 from fedveil.task import Task, cross_entropy, stacked

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedveil.clients import Crowd
 from fedveil.cost import Work
-from fedveil.federation import Crowd
 from fedveil.graphs import repeat
 
 GRADIENT_CHUNK = 256

@@ -12,8 +12,9 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from fedveil import message
+from fedveil.clients import Crowd
 from fedveil.cost import Turn, Work
-from fedveil.federation import About, Answers, Cohort, Crowd, Method, State
+from fedveil.federation import About, Answers, Cohort, Method, State
 from fedveil.message import Answer, Question, Record, Refused, Size, Weights
 from fedveil.task import Task
 from fedveil.updates.codec import Codec, Raw, Update

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fedveil import message
-from fedveil.federation import Crowd
+from fedveil.clients import Crowd
 from fedveil.message import Answer, Count, Envelope, Folded, Record, Refused, Size
 from fedveil.seeds import Seed
 from fedveil.task import Task

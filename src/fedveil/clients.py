@@ -1,0 +1,182 @@
+"""The clients' side: a crowd answers one question together, and what each client remembers.
+
+Every engine uses `Clients`: in simulation it holds all of them, in a deployment a stack of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from fedveil import message
+from fedveil.message import Envelope, Record, Refused
+from fedveil.seeds import Seed
+from fedveil.task import Rows, Task
+
+if TYPE_CHECKING:
+    from fedveil.federation import Method
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A question on its way to one client. Letters that share a payload are one broadcast."""
+
+    kind: int
+    envelope: Envelope
+    payload: bytes
+
+    @property
+    def client(self) -> int:
+        return self.envelope.client
+
+    @property
+    def frame(self) -> bytes:
+        """The bytes that travel."""
+        return message.prefix(self.kind, self.envelope) + self.payload
+
+    @staticmethod
+    def read(frame: bytes) -> Letter:
+        """A letter from the bytes that travelled. Raises `Refused`."""
+        return Letter(*message.envelope(frame), frame[message.PREFIX_BYTES :])
+
+    def __len__(self) -> int:
+        return message.PREFIX_BYTES + len(self.payload)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came back from (or of) a client: a frame, or the reason why there is none."""
+
+    client: int
+    frame: bytes = b""
+    problem: str = ""
+    passes: int = 0  # records run forward and backward for this reply's stack, known in simulation only
+    figures: Mapping[str, float] = field(default_factory=dict)  # what the client measured, known in simulation only
+
+
+class Memory:
+    """What clients remember between rounds. Keyed by round and question, so that a question asked again finds what its
+    first asking found: the newest entry of an earlier round is kept beside those of the round in progress."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, list[tuple[int, int, Record]]] = {}
+
+    def before(self, client: int, round_: int, serial: int) -> Record | None:
+        past = [record for r, s, record in self.entries.get(client, []) if (r, s) < (round_, serial)]
+        return past[-1] if past else None
+
+    def keep(self, client: int, round_: int, serial: int, record: Record) -> None:
+        entries = [e for e in self.entries.get(client, []) if e[:2] < (round_, serial)]
+        earlier = [e for e in entries if e[0] < round_][-1:]
+        self.entries[client] = [*earlier, *(e for e in entries if e[0] == round_), (round_, serial, record)]
+
+
+@dataclass
+class Crowd:
+    """C clients that answer one question together. Everything per client is in the order of `clients`."""
+
+    task: Task
+    clients: tuple[int, ...]
+    round: int
+    seed: Seed  # the public seed of the round
+    secret: Seed  # the private root of this question; never leaves the client
+    memory: list[Any]  # what each client remembers, or None; replaced through `remember`
+    notes: list[dict[str, Any]]  # what each client keeps until the round closes
+    passes: int = 0
+    kept: list[Record] | None = None
+    figures: dict[str, list[float]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """The clients' records; a question that needs no data loads none."""
+        return self.task.rows(self.clients)
+
+    def seeds(self, purpose: str) -> list[Seed]:
+        """A public stream for each client."""
+        return [self.seed.child("client", k, purpose) for k in self.clients]
+
+    def secrets(self, purpose: str) -> list[Seed]:
+        """A private stream for each client, fresh for every question."""
+        return [self.secret.child(k, purpose) for k in self.clients]
+
+    def remember(self, records: Sequence[Record]) -> None:
+        """What each client will find in `memory` in a later round, if this answer goes through."""
+        self.kept = list(records)
+
+    def measure(self, **figures: Tensor) -> None:
+        """Figures of each client [C] that a simulation reports as their mean in the ledger; they are not sent."""
+        self.figures.update({name: values.tolist() for name, values in figures.items()})
+
+    def recall(self, key: str) -> list[Any]:
+        """What each client noted earlier in this round."""
+        if any(key not in note for note in self.notes):
+            raise Refused(
+                "lost state", f"'{key}' of round {self.round} is gone; the client restarted or the round closed"
+            )
+        return [note[key] for note in self.notes]
+
+
+class Clients:
+    """Clients in one place: reads letters, lets the method answer them, writes replies. Every engine uses it."""
+
+    def __init__(self, method: Method, task: Task, run: bytes, seed: Seed, secret: Seed | None = None) -> None:
+        self.method, self.task, self.run, self.seed = method, task, run, seed
+        self.secret = secret  # fixed in tests only; otherwise every question has a fresh one
+        self.memory = Memory()
+        self._notes: dict[int, dict[str, Any]] = {}
+        self._notes_round = 0
+
+    def answer(self, letters: Sequence[Letter]) -> list[Reply]:
+        """Answer letters that share one payload, as one stack. An exception concerns the stack, not one client."""
+        first = letters[0]
+        table = {q.kind: q for q in self.method.answer}
+        for letter in letters:
+            if letter.envelope.run != self.run:
+                raise Refused("wrong run", "the question is of another run")
+            if letter.client >= len(self.task.clients):
+                raise Refused("unknown client", f"there is no client {letter.client} here")
+        if first.kind not in table:
+            raise Refused("wrong kind", f"{self.method.name} has no question of kind {first.kind}")
+        question = message.unpack(first.payload, table[first.kind])
+        message.check(question, self.task.sizes)
+        self._open_round(first.envelope.round)
+        round_, serial = first.envelope.round, first.envelope.serial
+        ids = tuple(letter.client for letter in letters)
+        crowd = Crowd(
+            self.task,
+            ids,
+            round_,
+            self.seed.child("round", round_),
+            Seed.private() if self.secret is None else self.secret.child(round_, serial),
+            [self.memory.before(k, round_, serial) for k in ids],
+            [self._notes.setdefault(k, {}) for k in ids],
+        )
+        answers = self.method.answer[type(question)](crowd, question)
+        replies = []
+        for i, (letter, answer) in enumerate(zip(letters, answers, strict=True)):
+            message.check(answer, self.method.schema(self.task, question, letter.client))
+            figures = {name: values[i] for name, values in crowd.figures.items()}
+            frame = message.frame(answer, letter.envelope)
+            replies.append(Reply(letter.client, frame, passes=crowd.passes if i == 0 else 0, figures=figures))
+        for client, record in zip(ids, crowd.kept or (), strict=crowd.kept is not None):
+            self.memory.keep(client, round_, serial, record)
+        return replies
+
+    @staticmethod
+    def problem(error: Exception) -> str:
+        """What the ledger says of a client whose answer raised `error`."""
+        sentence = " ".join(str(error).split())[:300]
+        return f"refused: {sentence}" if isinstance(error, Refused) else f"failed: {type(error).__name__}: {sentence}"
+
+    def _open_round(self, round_: int) -> None:
+        if round_ < self._notes_round:
+            raise Refused("wrong round", f"round {round_} is over, round {self._notes_round} has begun")
+        if round_ > self._notes_round:
+            self._notes, self._notes_round = {}, round_
