@@ -46,9 +46,9 @@ class Loop:
             records += len(order)
         self.weights = [t / records for t in total]
 
-    def accuracy(self) -> float:
-        flat = torch.cat([p.reshape(-1) for p in self.weights])
-        return self.task.evaluate(flat)["accuracy"]
+    def flat(self) -> torch.Tensor:
+        """The weights as one vector, [d]."""
+        return torch.cat([p.reshape(-1) for p in self.weights])
 
 
 def digits() -> dict[str, float]:
@@ -81,12 +81,14 @@ def _race(data: fv.Data, model_name: str, batch: int, lr: float, turns: int, lea
 
     threads = torch.get_num_threads()
     try:
+        apart = 0.0
         for _ in range(learn):
             our_round()
             torch.set_num_threads(1)
             their_round()
             torch.set_num_threads(threads)
-        accuracy = task.evaluate(state.weights)["accuracy"], loop.accuracy()
+            apart = apart or float((state.weights - loop.flat()).abs().max())  # later on, rounding is amplified
+        accuracy = task.evaluate(state.weights)["accuracy"], task.evaluate(loop.flat())["accuracy"]
 
         def single() -> None:
             torch.set_num_threads(1)
@@ -100,6 +102,7 @@ def _race(data: fv.Data, model_name: str, batch: int, lr: float, turns: int, lea
         "loop, milliseconds a round": slow * 1e3,
         "fedveil, milliseconds a round": fast * 1e3,
         "fedveil / loop": fast / slow,
+        "largest difference of weights after a round": apart,
         f"accuracy of the loop after {learn} rounds": accuracy[1],
         f"accuracy of fedveil after {learn} rounds": accuracy[0],
     }
