@@ -118,9 +118,13 @@ def ratio(whole: float, part: float) -> str:
     return f"{times:.1f}" if times >= 10 else f"{times:.2f}"
 
 
+def cpu(threads: int) -> str:
+    return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+
+
 def where(run: Run) -> str:
     e = run.environment
-    device = e["gpu"] if e["device"].startswith("cuda") else f"CPU, {e['threads']} threads"
+    device = e["gpu"] if e["device"].startswith("cuda") else cpu(e["threads"])
     commit = f", commit {e['commit']}" if "commit" in e else ""
     return f"{device}; PyTorch {e['torch'].split('+')[0]}, Python {e['python']}{commit}; seed {run.recipe['seed']}"
 
@@ -234,17 +238,17 @@ def tofu_run() -> str:
 
 
 def bench() -> str:
-    path = HERE / "bench.json"
-    if not path.is_file():
-        return "There is no `results/bench.json` yet. `python -m benchmarks -o results/bench.json` writes it."
-    found = json.loads(path.read_text(encoding="utf-8"))
     parts = []
-    for one in found if isinstance(found, list) else [found]:
-        device = one["gpu"] or f"CPU, {one['threads']} threads"
-        head = f"`{one['command']}` ({device}; PyTorch {one['torch'].split('+')[0]}):"
-        rows = [(name, key, f"{value:.4g}") for name, each in one["figures"].items() for key, value in each.items()]
+    for path in sorted(HERE.glob("bench*.json")):
+        one = json.loads(path.read_text(encoding="utf-8"))
+        head = f"`{one['command']}` ({one['gpu'] or 'CPU'}; PyTorch {one['torch'].split('+')[0]}):"
+        rows = [(name, key, figure(value)) for name, each in one["figures"].items() for key, value in each.items()]
         parts.append(f"{head}\n\n{table(('benchmark', 'figure', 'value'), rows, 2)}")
-    return "\n\n".join(parts)
+    return "\n\n".join(parts) or "Nothing yet: `python -m benchmarks -o results/bench.json` writes it."
+
+
+def figure(value: float) -> str:
+    return count(value) if value == int(value) else f"{value:.4g}"
 
 
 TABLES: dict[str, Callable[[], str]] = {

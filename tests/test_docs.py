@@ -339,9 +339,16 @@ def test_every_result_is_in_a_table_and_names_nobodys_folders(figures):
         assert not re.search(r"[\s\"'=]/[a-z]+/", text)
 
 
+@pytest.mark.parametrize("name", [name for name in recipe.names() if (ROOT / "results" / name).is_dir()])
+def test_a_result_that_has_a_recipes_name_is_of_that_recipe(name):
+    """If not: run the recipe again, with the command in results/README.md."""
+    kept = recipe.read(str(ROOT / "results" / name / "recipe.toml"))
+    assert kept == recipe.read(name, [f"rounds={kept.rounds}"])
+
+
 def test_benchmarks_are_shown_once_there_are_some(figures, tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "HERE", tmp_path)
     assert "python -m benchmarks -o" in figures.bench()
-    one = {"command": "python -m benchmarks digits", "gpu": None, "threads": 2, "torch": "2.13.0+cpu"}
+    one = {"command": "python -m benchmarks digits", "gpu": None, "torch": "2.13.0+cpu"}
     (tmp_path / "bench.json").write_text(json.dumps(one | {"figures": {"digits": {"fedveil / loop": 0.41234}}}))
     assert "| digits | fedveil / loop | 0.4123 |" in figures.bench()

@@ -1,8 +1,9 @@
-"""One step, many times: on a GPU the step is captured as a CUDA graph once and replayed."""
+"""How kernels are launched: a step captured once as a CUDA graph and replayed, or small kernels on one thread."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -12,6 +13,17 @@ WARM_UP = 3  # real steps run before the capture, so that libraries have chosen 
 
 
 Observer = Callable[[int, int], None]  # called with the steps done and the steps there are
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """PyTorch's kernels on one thread: faster for small ones, and they round the same whatever the machine has."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def repeat(step: Callable[[], None], times: int, device: torch.device, observer: Observer | None = None) -> None:

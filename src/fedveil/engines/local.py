@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from fedveil.clients import Clients, Letter, Reply
+from fedveil.graphs import one_thread
 from fedveil.message import KINDS
 from fedveil.task import Task
 
@@ -51,7 +52,8 @@ class Local:
             torch.backends.cudnn.deterministic = True  # or server and clients decode one message differently
         self._lanes = self.lanes(task)
         self._fits = 1 if self.debug or not task.stackable else self.stack or (1 if _large(task) else 10**9)
-        self._pool = ThreadPoolExecutor(self._lanes, "fedveil", initializer=torch.set_num_threads, initargs=(1,))
+        if self._lanes > 1:
+            self._pool = ThreadPoolExecutor(self._lanes, "fedveil", initializer=torch.set_num_threads, initargs=(1,))
 
     def lanes(self, task: Task) -> int:
         """How many workers there are for a task. All else that the engine chooses is the same on every machine."""
@@ -64,8 +66,12 @@ class Local:
 
     def deliver(self, letters: Sequence[Letter], deadline: float | None) -> Iterable[Reply]:
         """Answer every letter. Letters of one payload are stacked; a time limit is simulated elsewhere."""
-        assert self._pool
-        done = list(self._pool.map(self._answer, self._stacks(letters)))
+        stacks = self._stacks(letters)
+        if self._pool:
+            done = list(self._pool.map(self._answer, stacks))
+        else:
+            with one_thread():
+                done = [self._answer(stack) for stack in stacks]
         return sorted((reply for replies in done for reply in replies), key=lambda reply: reply.client)
 
     def _stacks(self, letters: Sequence[Letter]) -> list[list[Letter]]:

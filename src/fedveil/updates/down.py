@@ -22,6 +22,7 @@ from fedveil import message
 from fedveil.clients import Crowd
 from fedveil.cost import Turn
 from fedveil.federation import BelowQuorum, Cohort, State
+from fedveil.graphs import one_thread
 from fedveil.message import Answer, Envelope, Folded, Question, Record, Refused, Weights
 from fedveil.task import Task
 from fedveil.updates.codec import Codec, Update
@@ -189,12 +190,8 @@ class Down:
     def _apply(self, task: Task, w: Tensor, payload: Any) -> Tensor:
         """The weights an encoded step leads to from `w`, [d] -> [d]; on one thread, so that all sides round alike."""
         assert self.codec
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with one_thread():
             return w + self.codec.decode(task, w[None], [payload])[0]
-        finally:
-            torch.set_num_threads(threads)
 
     def _read(self, task: Task, frame: bytes) -> Record:
         """A payload from a frame within a question, checked like any other bytes from outside."""

@@ -110,9 +110,11 @@ class FedAvg(Method):
             if not fine:
                 cohort.refuse(client, Refused("not finite", "the decoded update holds a value that is not a number"))
         cohort.require(sum(finite), len(cohort))
-        rows = torch.tensor(finite, device=decoded.device)
         records = torch.tensor([p.records for p in usable.values()], device=decoded.device)
-        return self.merge(decoded[rows], records[rows])
+        if not all(finite):
+            rows = torch.tensor(finite, device=decoded.device)
+            decoded, records = decoded[rows], records[rows]
+        return self.merge(decoded, records)
 
     def reply(self, question: Question) -> type[Answer]:
         return self.up.payload if isinstance(question, Train | TrainHere | TrainFrom) else type(question).reply
