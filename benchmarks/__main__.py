@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which of {', '.join(BENCHMARKS)} (default: all)")
     parser.add_argument("-o", "--out", type=Path, help="write the figures as JSON")
     chosen = parser.parse_args()
-    results = {}
+    where, results = environment(), {}
     for name in chosen.names or BENCHMARKS:
         print(f"{name}: {(BENCHMARKS[name].__doc__ or '').splitlines()[0]}", flush=True)
         results[name] = BENCHMARKS[name]()
@@ -32,7 +32,7 @@ def main() -> None:
             print(f"  {key:<42} {value:.4g}", flush=True)
     if chosen.out:
         command = f"python -m benchmarks {' '.join(chosen.names)}".strip()
-        chosen.out.write_text(json.dumps({"command": command, **environment(), "figures": results}, indent=2) + "\n")
+        chosen.out.write_text(json.dumps({"command": command, **where, "figures": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ DIGITS = (  # in the order of the table; the first is what the others are compar
     *("fedavg-top-k-0.06", "fedavg-top-k-0.0155", "fedavg-top-k"),
     *("tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit"),
 )
+CLASSES = ("fedavg-classes", "fedprox-classes", "scaffold-classes")
+CODECS = ("fedavg", "fedavg-half", "fedavg-qsgd", "fedavg-top-k", "tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit")
 CURVES = ("fedavg", "fedavg-qsgd", "fedavg-top-k", "tofu-8bit", "fedsynth-8bit")
 LENET5 = 61_706  # weights, in 10 tensors
 PAPER = {"synthetic": 96.06, "full": 98.14, "efficiency": 4.1}  # TOFU, table 2, N = 64
@@ -138,8 +140,8 @@ def commands(names: Iterable[str]) -> str:
     return "\n\n".join(parts)
 
 
-def digits() -> str:
-    runs = [Run(f"digits/{name}") for name in DIGITS]
+def digits(names: Iterable[str]) -> str:
+    runs = [Run(f"digits/{name}") for name in names]
     rows = [
         (
             f"`{run.name}`",
@@ -252,8 +254,10 @@ def figure(value: float) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "digits": digits,
+    "digits": lambda: digits(DIGITS),
     "digits commands": lambda: commands(f"digits/{name}" for name in DIGITS),
+    "digits classes": lambda: digits(CLASSES),
+    "digits classes commands": lambda: commands(f"digits/{name}" for name in CLASSES),
     "mnist fedsynth": fedsynth,
     "mnist tofu": tofu,
     "mnist tofu messages": tofu_messages,
@@ -278,14 +282,18 @@ def filled(text: str) -> str:
 def draw() -> None:
     """Accuracy against rounds and bytes: of the digits runs, and of the MNIST runs."""
     DRAWN.mkdir(exist_ok=True)
-    pictures = {DRAWN / "curves.svg": [f"digits/{name}" for name in CURVES]}
+    pictures = {
+        DRAWN / "curves.svg": [f"digits/{name}" for name in CURVES],
+        HERE / "digits-codecs.svg": [f"digits/{name}" for name in CODECS],
+        HERE / "digits-classes.svg": [f"digits/{name}" for name in CLASSES],
+    }
     for split in ("iid", "shards"):
         pictures[HERE / f"mnist-{split}.svg"] = [f"mnist/fedavg-{split}", f"mnist/fedsynth-{split}"]
     pictures[HERE / "mnist-tofu.svg"] = ["mnist/tofu-64"]
     for path, names in pictures.items():
         figure = curves({run.name: run.ledger for run in map(Run, names)})
         figure.set_facecolor("white")  # readable where the page is dark
-        if path.parent == DRAWN:
+        if "digits/fedavg" in names:
             for axes in figure.axes:
                 axes.set_ylim(0.85, 1)  # where the runs differ
         path.write_text(svg(figure) + "\n", encoding="utf-8")

@@ -353,8 +353,25 @@ def test_lists(what: What) -> None:
     assert all(entry["summary"] and entry["name"] in shown for entry in found)
     assert max(map(len, shown.splitlines())) <= 80
     assert what != What.data or len({entry["summary"] for entry in found}) == len(found)
-    names = {"methods": "q-fedavg", "models": "lenet5", "data": "shakespeare", "recipes": "digits/fedavg-classes"}
+    names = {
+        "methods": "q-fedavg",
+        "codecs": "top-k",
+        "models": "lenet5",
+        "data": "shakespeare",
+        "recipes": "digits/fedavg-classes",
+    }
     assert names[what] in [entry["name"] for entry in found]
+
+
+@pytest.mark.parametrize("codec", sorted(fedveil.Codec.registry))
+def test_a_codec_is_listed_and_described(codec: str) -> None:
+    assert codec in [entry["name"] for entry in good(fv("list", "codecs", "--format", "json"))]
+    shown = good(fv("describe", codec))
+    assert f"method.up.name {codec}" in " ".join(shown.split())
+    if codec not in fedveil.METHODS:
+        told = good(fv("describe", codec, "--format", "json"))
+        assert told["keys"]["method.up.name"] == codec
+        assert told["summary"].endswith(".")
 
 
 @pytest.mark.parametrize("method", sorted(fedveil.METHODS))

@@ -37,6 +37,7 @@ from fedveil.cost import cost as foretell
 from fedveil.federation import METHODS
 from fedveil.message import Refused
 from fedveil.recipe import Recipe
+from fedveil.updates.codec import Codec
 
 DEMO = [
     "digits/fedavg",
@@ -246,13 +247,14 @@ def report(
 
 
 @app.command("list")
-def list_(what: Annotated[What, argument("methods|models|data|recipes")], format: Shown = Format.table) -> None:
+def list_(what: Annotated[What, argument("methods|codecs|models|data|recipes")], format: Shown = Format.table) -> None:
     """List methods, models, data sets or recipes.
 
     Example: fedveil list recipes
     """
     tables: dict[What, Callable[[], dict[str, str]]] = {
         What.methods: lambda: {name: method.about.summary for name, method in METHODS.items()},
+        What.codecs: lambda: {name: _first_line(codec) for name, codec in Codec.registry.items()},
         What.models: lambda: {name: _first_line(model) for name, model in models.MODELS.items()},
         What.data: lambda: {name: _first_line(load) for name, load in data.SETS.items()},
         What.recipes: lambda: {name: _setting(recipe.read(name)) for name in recipe.names()},
@@ -275,12 +277,14 @@ def _setting(plan: Recipe) -> str:
 
 @app.command()
 def describe(method: Annotated[str, argument("METHOD")], format: Shown = Format.table) -> None:
-    """Say what METHOD sends, who sees it, and which keys it has.
+    """Say what METHOD (or a codec) sends, who sees it, and which keys it has.
 
     Example: fedveil describe scaffold
     """
+    if method in Codec.registry and method not in METHODS:
+        return _describe_codec(Codec.registry[method](), format)
     if method not in METHODS:
-        raise ValueError(f"there is no method '{method}'{recipe.nearest(method, METHODS)}")
+        raise ValueError(f"there is no method '{method}'{recipe.nearest(method, [*METHODS, *Codec.registry])}")
     about, keys = METHODS[method].about, dict(_keys(METHODS[method](), "method"))
     if format is Format.json:
         claims = [{"kind": kind, "sentence": sentence} for kind, sentence in about.claims]
@@ -289,6 +293,16 @@ def describe(method: Annotated[str, argument("METHOD")], format: Shown = Format.
     words = [(name.replace("_", " "), text) for name, text in vars(about).items() if name not in ("claims", "paper")]
     show.pairs([("method", method), *words, *about.claims, ("paper", about.paper)])
     out.out("\nkeys for --set, with their defaults")
+    show.pairs((f"  {key}", value) for key, value in keys.items())
+
+
+def _describe_codec(codec: Codec, format: Format) -> None:
+    """A codec's own words, and its keys as those of the way up."""
+    words, keys = " ".join((codec.__doc__ or "").split("\n\n")[0].split()), dict(_keys(codec, "method.up"))
+    if format is Format.json:
+        return show.as_json({"name": codec.name, "summary": words, "keys": keys})
+    show.pairs([("codec", codec.name), ("summary", words)])
+    out.out("\nkeys for --set, with their defaults; method.down takes the same")
     show.pairs((f"  {key}", value) for key, value in keys.items())
 
 

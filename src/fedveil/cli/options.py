@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 Format = StrEnum("Format", ["table", "json"])
-What = StrEnum("What", ["methods", "models", "data", "recipes"])
+What = StrEnum("What", ["methods", "codecs", "models", "data", "recipes"])
 
 
 def number(text: str) -> int | None:

@@ -31,7 +31,7 @@ def raw_about(summary: str, sends: str, paper: str) -> About:
         sends,
         server_sees="every client's update, exactly; from one record's gradient its input can be rebuilt",
         network_sees="the same bytes, unless the transport encrypts them",
-        claims=(("measured", "no privacy: an update is as exposed as a gradient; inversion attacks apply to it."),),
+        claims=(("measured", "by others: inputs are rebuilt from updates by inversion. It protects nothing."),),
         paper=paper,
     )
 
