@@ -248,7 +248,7 @@ def report(
 
 @app.command("list")
 def list_(what: Annotated[What, argument("methods|codecs|models|data|recipes")], format: Shown = Format.table) -> None:
-    """List methods, models, data sets or recipes.
+    """List methods, codecs, models, data or recipes.
 
     Example: fedveil list recipes
     """
@@ -277,7 +277,9 @@ def _setting(plan: Recipe) -> str:
 
 @app.command()
 def describe(method: Annotated[str, argument("METHOD")], format: Shown = Format.table) -> None:
-    """Say what METHOD (or a codec) sends, who sees it, and which keys it has.
+    """Say what a method or codec sends, and its keys.
+
+    Of a method also who sees it, and of which kind each claim about privacy is.
 
     Example: fedveil describe scaffold
     """
