@@ -2,8 +2,18 @@
 
 import os
 
+import pytest
 from hypothesis import settings
+
+from fedveil.graphs import one_thread
 
 # How long an example takes says something of the machine only; and where a failure would stop others, draws are fixed.
 settings.register_profile("fedveil", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("fedveil")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def threads():
+    """Tasks of eight weights are slowed down by threads, and a forked child has none of its parent's."""
+    with one_thread():
+        yield

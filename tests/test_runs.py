@@ -35,14 +35,6 @@ def train(folder, method=METHODS["scaffold"], rounds=ROUNDS, **options) -> fv.Re
     return fv.run(TASK, method, rounds=rounds, folder=folder, **options)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(params=METHODS)
 def method(request):
     return METHODS[request.param]
