@@ -48,6 +48,11 @@ def test_what_a_weak_client_may_send_is_what_the_weak_codec_sends(digits):
     assert method.schema(digits, question, weak)["batches"] == 1
 
 
+def test_tiers_are_not_for_the_way_down():
+    with pytest.raises(ValueError, match=r"method\.down is tiers, which is for the way up"):
+        fv.FedAvg(down=Tiers())
+
+
 def test_tiers_of_two_codecs_are_refused():
     with pytest.raises(ValueError, match="two settings of one codec"):
         Tiers(strong=fv.FedSynth(), weak=fv.Tofu())

@@ -29,6 +29,7 @@ class Codec:
     name: ClassVar[str]
     payload: ClassVar[type[Answer]]
     reference: ClassVar[str] = "last"
+    downward: ClassVar[bool] = True  # whether the server, which has no data and is one, can use it
     registry: ClassVar[dict[str, type[Codec]]] = {}
 
     def __init_subclass__(cls) -> None:

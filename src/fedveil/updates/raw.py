@@ -69,6 +69,8 @@ class FedAvg(Method):
             raise ValueError("full_rounds and noise are 0 or more, and clip is above 0")
         if self.noise and self.clip is None:
             raise ValueError("noise is relative to clip; set clip too")
+        if self.down and not self.down.downward:
+            raise ValueError(f"method.down is {self.down.name}, which is for the way up; give it one of its codecs")
 
     def begin(self, task: Task) -> State:
         for codec in (self.up, self.down):

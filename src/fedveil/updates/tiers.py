@@ -27,6 +27,7 @@ class Tiers(Codec):
     """
 
     name: ClassVar[str] = "tiers"
+    downward: ClassVar[bool] = False
 
     strong: Codec = field(default_factory=FedSynth)
     weak: Codec = field(default_factory=lambda: FedSynth(batches=2, fits=100))
@@ -54,8 +55,7 @@ class Tiers(Codec):
         return self.strong.exhibit(payload)
 
     def encode(self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], crowd: Crowd | None) -> list[Any]:
-        if crowd is None:
-            raise ValueError("tiers are for the way up: the server has one budget")
+        assert crowd, "the server has one budget"
         payloads: list[Any] = [None] * len(crowd)
         for codec in (self.strong, self.weak):
             rows = [i for i, client in enumerate(crowd.clients) if self.of(client) is codec]
