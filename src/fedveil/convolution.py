@@ -1,7 +1,7 @@
 """Convolutions of a stack as matrix products.
 
 Clients with weights of their own make `vmap` turn a convolution into a grouped one. GPUs have poor kernels for those,
-and PyTorch computes the gradient of their gradient one group after another. Windows of the input times the weights are
+and the gradient of their gradient is launched in small pieces. Windows of the input times the weights are
 one batched matrix product instead, and so are all its derivatives.
 """
 
