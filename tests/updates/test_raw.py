@@ -209,7 +209,7 @@ def test_fedavg_learns_the_digits(digits):
 
 
 def test_control_variates_beat_averaging_where_clients_hold_two_classes():
-    """The proximal term does not: it slows local training down, which on this split costs more than drift does."""
+    """A small proximal term changes little."""
     data, reached = fv.load("digits"), {}
     for name in ("fedavg", "fedprox", "scaffold"):
         chosen = recipe.read(f"digits/{name}-classes")
