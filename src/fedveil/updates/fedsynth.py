@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fedveil import message
 from fedveil.clients import Crowd
@@ -123,13 +124,13 @@ class FedSynth(Codec):
         """
         losses = stacked(lambda w, x, y: cross_entropy(task.f(w, x), y))
         start = w.detach()
-        here, total = start.clone().requires_grad_(), torch.zeros_like(start)
+        here = start.clone().requires_grad_()
         for m in range(self.batches * self.epochs):
             x, y = images[:, m % self.batches], labels[:, m % self.batches]
             (g,) = torch.autograd.grad(losses(here, x, y).mean(1).sum(), here, create_graph=fit)
-            length = torch.linalg.vector_norm(g, dim=1).clamp(min=1e-12)
-            total = torch.addcmul(total, g, (steps[:, m] / length)[:, None])  # + η_m ĝ_m
-            here = start - total if fit else (start - total).requires_grad_()
+            there: Tensor = _Step.apply(here, g, steps[:, m])  # type: ignore[no-untyped-call]
+            here = there if fit else there.detach().requires_grad_()
+        total = start - (here if fit else here.detach())  # Σ η_m ĝ_m
         induced: Tensor = total * (norm / torch.linalg.vector_norm(total, dim=1).clamp(min=1e-12))[:, None]
         return induced
 
@@ -218,6 +219,28 @@ class FedSynth(Codec):
             return moved
 
         return drifted
+
+
+class _Step(torch.autograd.Function):
+    """w - η g/‖g‖ for w, g [C, d] and η [C], with a derivative that reads each [C, d] as few times as it can.
+
+    An unrolled fit does little else than read and write such vectors. With ĝ = g/‖g‖ and v̄ the derivative of what
+    follows by the result: w̄ = v̄, η̄ = -⟨v̄, ĝ⟩, ḡ = -(η/‖g‖)(v̄ - ⟨v̄, ĝ⟩ ĝ).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, g: Tensor, eta: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(g, dim=1).clamp(min=1e-12)
+        ctx.save_for_backward(g, eta, length)
+        return torch.addcmul(w, g, -(eta / length)[:, None])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        g, eta, length = ctx.saved_tensors
+        along = torch.linalg.vecdot(after, g) / length
+        g_ = (after * -(eta / length)[:, None]).addcmul_(g, (eta * along / length.square())[:, None])
+        return after, g_, -along
 
 
 @dataclass(frozen=True)
