@@ -18,7 +18,7 @@ def fedsynth() -> dict[str, float]:
     """FedSynth's fit, 10 clients: one stack (on a GPU a graph a step) against a client at a time in eager mode."""
     gpu = torch.cuda.is_available()
     shape, name, records = ((1, 28, 28), "mcmahan-cnn", 600) if gpu else ((1, 8, 8), "digits-cnn", 140)
-    codec = FedSynth(fits=40) if gpu else FedSynth(batches=3, epochs=1, fits=20)
+    codec = FedSynth() if gpu else FedSynth(batches=3, epochs=1, fits=20)
     draw = fv.Seed.root(0).torch()
     x, y = torch.randn(10 * records, *shape, generator=draw), torch.randint(0, 10, (10 * records,), generator=draw)
     data = from_tensors(x, y, x[:10], y[:10])

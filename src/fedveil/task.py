@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
 
-from fedveil.convolution import Unfolded
 from fedveil.data import Data, Split
 from fedveil.message import Size
+from fedveil.products import Products
 
 EVALUATION_BATCH = 1000
 
@@ -203,7 +203,7 @@ def stacked(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def over(*tensors: Tensor) -> Tensor:
         if len(tensors[0]) == 1:
             return function(*(t[0] for t in tensors))[None]
-        with Unfolded() if tensors[0].is_cuda else nullcontext():
+        with Products() if tensors[0].is_cuda else nullcontext():
             return vmap(function)(*tensors)
 
     return over

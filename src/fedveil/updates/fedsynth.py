@@ -252,6 +252,8 @@ class _Own:
     mask: Tensor
 
     def logits(self, task: Task, w: Tensor) -> Tensor:
+        if w.is_cuda and not torch.is_grad_enabled():  # so many records keep a GPU busy a client at a time
+            return torch.stack([task.f(row, x) for row, x in zip(w, self.x, strict=True)])
         return stacked(task.f)(w, self.x)
 
     def mean(self, losses: Tensor) -> Tensor:
@@ -259,7 +261,7 @@ class _Own:
 
     def loss(self, task: Task, w: Tensor) -> Tensor:
         """Mean loss of each client's data at weights [C, d]: [C]."""
-        return self.mean(task.stacked_losses(w, self.x, self.y))
+        return self.mean(task.loss(self.logits(task, w).flatten(0, 1), self.y.flatten(0, 1)).view(self.y.shape[:2]))
 
 
 def _own_data(crowd: Crowd, restarts: int) -> _Own:

@@ -1,0 +1,81 @@
+"""Layers as products equal PyTorch's, in value and in first and second gradients, stacked or not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import vmap
+
+from fedveil import products
+from fedveil.products import Products
+
+SETTINGS = [
+    {},
+    {"padding": 2},
+    {"padding": "same"},
+    {"stride": 2, "padding": 1},
+    {"dilation": 2, "padding": (1, 2)},
+    {"groups": 2},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_value_and_gradients(settings):
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 4, 9, 8, generator=draw, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(
+        6, 4 // settings.get("groups", 1), 3, 3, generator=draw, dtype=torch.float64, requires_grad=True
+    )
+    bias = torch.randn(6, generator=draw, dtype=torch.float64, requires_grad=True)
+
+    def second(conv):
+        out = conv(x, weight, bias, **settings).tanh()
+        first = torch.autograd.grad(out.square().sum(), (x, weight, bias), create_graph=True)
+        return out, *first, *torch.autograd.grad(sum(g.sin().sum() for g in first), (x, weight, bias))
+
+    for ours, theirs in zip(second(products.conv2d), second(F.conv2d), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (2, 3, 4), (700, 4)], ids=str)  # the last sum is long enough to be cut
+def test_linear_layers(shape):
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(3, *shape, generator=draw, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, 6, 4, generator=draw, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(3, 6, generator=draw, dtype=torch.float64, requires_grad=True)
+
+    def second(layer):
+        out = vmap(layer)(x, weight, bias).tanh()
+        first = torch.autograd.grad(out.square().sum(), (x, weight, bias), create_graph=True)
+        return out, *first, *torch.autograd.grad(sum(g.sin().sum() for g in first), (x, weight, bias))
+
+    for ours, theirs in zip(second(products.linear), second(F.linear), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_gradients_come_in_the_layout_of_the_weights():
+    weight, x = torch.randn(3, 6, 4, requires_grad=True), torch.randn(3, 5, 4, requires_grad=True)
+    out = vmap(products.linear)(x, weight)
+    by_weight, by_input = torch.autograd.grad(out.square().sum(), (weight, x), create_graph=True)
+    (again,) = torch.autograd.grad(by_input.square().sum(), weight)
+    assert by_weight.is_contiguous()
+    assert again.is_contiguous()
+
+
+def test_weights_that_clients_share():
+    weight, x = torch.randn(6, 4), torch.randn(3, 5, 4)
+    torch.testing.assert_close(vmap(products.linear, (0, None))(x, weight), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("layer", [torch.nn.Conv2d(1, 3, 3, padding="same"), torch.nn.Linear(6, 2)], ids=repr)
+def test_the_mode_takes_over_the_layers_of_a_module_under_vmap(layer, monkeypatch):
+    weights, x = torch.randn(5, *layer.weight.shape), torch.randn(5, 2, 1, 6, 6)
+
+    def one(weight, x):
+        return torch.func.functional_call(layer, {"weight": weight}, (x,))
+
+    plain = vmap(one)(weights, x)
+    calls = []
+    monkeypatch.setattr(products, "product", lambda *a, own=products.product: calls.append(1) or own(*a))
+    with Products():
+        torch.testing.assert_close(vmap(one)(weights, x), plain)
+    assert calls
