@@ -25,6 +25,7 @@ def fedsynth() -> dict[str, float]:
     model = models.build(name, data.input, 10)
     task = fv.Task(model, data, fv.split("iid", data, 10, fv.Seed.root(0)), device="cuda" if gpu else "cpu")
     updates = 0.01 * torch.randn(10, task.layout.size, generator=draw).to(task.device)
+    torch.set_float32_matmul_precision("high")  # as the engine has it, for both
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
