@@ -39,7 +39,12 @@ CLASSES = ("fedavg-classes", "fedprox-classes", "scaffold-classes")
 CODECS = ("fedavg", "fedavg-half", "fedavg-qsgd", "fedavg-top-k", "tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit")
 CURVES = ("fedavg", "fedavg-qsgd", "fedavg-top-k", "tofu-8bit", "fedsynth-8bit")
 LENET5 = 61_706  # weights, in 10 tensors
-PAPER = {"synthetic": 96.06, "full": 98.14, "efficiency": 4.1}  # TOFU, table 2, N = 64
+TOFU = ("tofu-32", "tofu-64", "tofu-128", "tofu-64-half", "tofu-64-8bit")
+PAPER = {
+    "tofu-32": (95.39, 98.06, 6.6),
+    "tofu-64": (96.06, 98.14, 4.1),
+    "tofu-128": (95.23, 98.07, 4.1),
+}  # TOFU, table 2
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -160,20 +165,22 @@ def digits(names: Iterable[str]) -> str:
 def fedsynth() -> str:
     rows = []
     for split in ("iid", "shards"):
-        plain = Run(f"mnist/fedavg-{split}")
-        for run in (plain, Run(f"mnist/fedsynth-{split}")):
-            cosine = run.mean("cosine")
+        plain, run = Run(f"mnist/fedavg-{split}"), Run(f"mnist/fedsynth-{split}")
+        rounds = run.recipe["rounds"]
+        for each in (plain, run):
+            accuracy, cosine = each.ledger.series("accuracy")[1], each.mean("cosine")
+            behind = last3(each, rounds) - last3(plain, rounds)
             rows.append(
                 (
                     split,
-                    run.recipe["method"]["name"],
-                    percent(run.summary["accuracy"]),
-                    percent(run.summary["accuracy_last3"]),
-                    f"{100 * (run.summary['accuracy_last3'] - plain.summary['accuracy_last3']):+.2f}",
-                    count(run.up),
-                    ratio(plain.up, run.up),
+                    each.recipe["method"]["name"],
+                    percent(accuracy[rounds - 1]),
+                    percent(last3(each, rounds)),
+                    f"{100 * behind:+.2f}",
+                    count(each.up),
+                    ratio(plain.up, each.up),
                     f"{cosine:.3f}" if cosine else "",
-                    f"{run.summary['seconds']:.0f}",
+                    f"{sum(row.seconds for row in each.ledger.rows[:rounds]):.0f}",
                 )
             )
     head = (
@@ -183,18 +190,66 @@ def fedsynth() -> str:
     return table(head, rows, 2)
 
 
-def tofu() -> str:
-    run = Run("mnist/tofu-64")
-    accuracy = dict(zip(*run.ledger.series("accuracy"), strict=True))
-    rounds, full = run.recipe["rounds"], run.recipe["method"]["full_rounds"]
-    synthetic = rounds - full
+def last3(run: Run, rounds: int) -> float:
+    """Mean accuracy of the three rounds up to this one."""
+    return sum(run.ledger.series("accuracy")[1][rounds - 3 : rounds]) / 3
+
+
+def shards() -> str:
+    """Round by round: both curves swing together, for both ask the same clients."""
+    plain, run = (Run(f"mnist/{name}-shards").ledger.series("accuracy")[1] for name in ("fedavg", "fedsynth"))
     rows = [
-        (f"after {synthetic} rounds of proxies", percent(accuracy[synthetic]), f"{PAPER['synthetic']:.2f}"),
-        (f"after {full} full rounds more", percent(accuracy[rounds]), f"{PAPER['full']:.2f}"),
-        ("mean cosine up", f"{run.mean('cosine'):.3f}", ""),
-        ("mean cosine down", f"{run.mean('cosine_down'):.3f}", ""),
+        (str(i + 1), percent(a), percent(b), f"{100 * (b - a):+.2f}")
+        for i, (a, b) in enumerate(zip(plain, run, strict=False))
     ]
-    return table(("LeNet5, N = 64, both ways", "here", "paper"), rows)
+    return table(("round", "FedAvg, %", "FedSynth, %", "points"), rows)
+
+
+def both_ways() -> str:
+    plain, up, both = (Run(f"mnist/{name}") for name in ("fedavg-iid", "fedsynth-iid", "fedsynth-both"))
+    cosine = dict(zip(*both.ledger.series("cosine_down"), strict=True))
+    accuracy = [run.ledger.series("accuracy")[1] for run in (plain, up, both)]
+    rows = [
+        (
+            str(row.round),
+            *(percent(one[i]) for one in accuracy),
+            f"{cosine[row.round]:.3f}" if row.round in cosine else "",
+            count(sum(row.down.values()) / len(row.cohort)),
+            ratio(sum(plain.ledger.rows[i].down.values()), sum(row.down.values())),
+        )
+        for i, row in enumerate(both.ledger.rows)
+    ]
+    head = (
+        *("round", "FedAvg, %", "FedSynth up, %", "FedSynth both ways, %", "cosine down"),
+        *("bytes down, a client", "times fewer"),
+    )
+    return table(head, rows)
+
+
+def tofu() -> str:
+    """The paper's table 2. It reports the best round, so this does too."""
+    plain = Run("mnist/fedavg-lenet5")
+    rows = [(f"FedAvg, {plain.recipe['rounds']} rounds", "", "", percent(best(plain)), "98.91", "", "")]
+    for name in TOFU:
+        run = Run(f"mnist/{name}")
+        synthetic = run.recipe["rounds"] - run.recipe["method"]["full_rounds"]
+        paper = [f"{value:.2f}" for value in PAPER[name][:2]] if name in PAPER else ["", ""]
+        cosines = [f"{run.mean(metric):.3f}" for metric in ("cosine", "cosine_down")]
+        rows.append((f"`{name}`", percent(best(run, synthetic)), paper[0], percent(best(run)), paper[1], *cosines))
+    head = (
+        *("run", "proxies alone, %", "paper", "with 3 full rounds, %", "paper"),
+        *("mean cosine up", "mean cosine down"),
+    )
+    return table(head, rows)
+
+
+def best(run: Run, rounds: int | None = None) -> float:
+    return max(run.ledger.series("accuracy")[1][:rounds])
+
+
+def reached(run: Run, accuracy: float) -> int:
+    """The first round with at least this accuracy."""
+    return next(n for n, a in zip(*run.ledger.series("accuracy"), strict=True) if a >= accuracy)
 
 
 def proxy_bytes(points: int) -> int:
@@ -217,26 +272,36 @@ def tofu_messages() -> str:
 
 
 def tofu_run() -> str:
-    """One client's bytes over the whole run, against FedAvg with as many rounds, and the paper's η."""
-    run = Run("mnist/tofu-64")
-    clients, rounds = run.recipe["split"]["clients"], run.recipe["rounds"]
-    full = run.recipe["method"]["full_rounds"]
-    up, down = run.summary["bytes_up"] / clients, run.summary["bytes_down"] / clients
-    plain = rounds * full_bytes()
-    size = 64 * (28 * 28 + 10 + 1) * (rounds - full) + LENET5 * full
-    resynced = [row.round for row in run.ledger.rows if row.metrics.get("resynced")]
-    eta = PAPER["efficiency"]
-    rows = [
-        (f"the paper's η with as many FedAvg rounds ({rounds})", f"{LENET5 * rounds / size:.2f}"),
-        (f"FedAvg rounds at which η would be the paper's {eta}", count(eta * size / LENET5)),
-        ("bytes a client sent", count(up)),
-        ("bytes a client was sent", count(down)),
-        (f"bytes either way in {rounds} rounds of FedAvg", count(plain)),
-        ("times fewer, up", f"{plain / up:.2f}"),
-        ("times fewer, both ways", f"{2 * plain / (up + down):.2f}"),
-        (f"rounds of {rounds} in which clients were sent full weights as well", count(len(resynced))),
-    ]
-    return table(("all rounds, one client", ""), rows)
+    """The paper's η, and true bytes of one client both ways, at FedAvg's best accuracy and at the accuracy TOFU has."""
+    plain, rows = Run("mnist/fedavg-lenet5"), []
+    longest = reached(plain, best(plain))
+    for name in TOFU:
+        run = Run(f"mnist/{name}")
+        full, clients = run.recipe["method"]["full_rounds"], run.recipe["split"]["clients"]
+        synthetic, codec = run.recipe["rounds"] - full, run.recipe["method"]["up"]
+        numbers = codec["points"] * (28 * 28 // codec["shrink"] ** 2 + 10 + 1)
+        alone, whole = numbers * synthetic, numbers * synthetic + LENET5 * full
+        iso, iso_alone = reached(plain, best(run)), reached(plain, best(run, synthetic))
+        sent = (run.summary["bytes_up"] + run.summary["bytes_down"]) / clients
+        paper = f"{PAPER[name][2]:.1f}" if name in PAPER else ""
+        rows.append(
+            (
+                f"`{name}`",
+                *(f"{LENET5 * rounds / size:.2f}" for rounds, size in ((longest, alone), (longest, whole))),
+                paper,
+                *(f"{LENET5 * rounds / size:.2f}" for rounds, size in ((iso_alone, alone), (iso, whole))),
+                str(iso),
+                count(sent),
+                f"{2 * iso * full_bytes() / sent:.2f}",
+                count(sum(bool(row.metrics.get("resynced")) for row in run.ledger.rows)),
+            )
+        )
+    head = (
+        *("run", "η at maximum, proxies alone", "with full rounds", "paper", "η at iso-accuracy, proxies alone"),
+        *("with full rounds", "FedAvg rounds to that accuracy", "bytes a client, both ways", "true times fewer"),
+        "rounds resynced",
+    )
+    return table(head, rows)
 
 
 def bench() -> str:
@@ -259,6 +324,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "digits classes": lambda: digits(CLASSES),
     "digits classes commands": lambda: commands(f"digits/{name}" for name in CLASSES),
     "mnist fedsynth": fedsynth,
+    "mnist fedsynth shards": shards,
+    "mnist fedsynth both": both_ways,
     "mnist tofu": tofu,
     "mnist tofu messages": tofu_messages,
     "mnist tofu run": tofu_run,
@@ -289,7 +356,7 @@ def draw() -> None:
     }
     for split in ("iid", "shards"):
         pictures[HERE / f"mnist-{split}.svg"] = [f"mnist/fedavg-{split}", f"mnist/fedsynth-{split}"]
-    pictures[HERE / "mnist-tofu.svg"] = ["mnist/tofu-64"]
+    pictures[HERE / "mnist-tofu.svg"] = ["mnist/fedavg-lenet5", *(f"mnist/{name}" for name in TOFU)]
     for path, names in pictures.items():
         figure = curves({run.name: run.ledger for run in map(Run, names)})
         figure.set_facecolor("white")  # readable where the page is dark
