@@ -1,0 +1,126 @@
+"""How much privacy steps of noise cost: (ε, δ) of the Poisson-sampled Gaussian mechanism, by Google's dp-accounting.
+
+A step includes each record (or each client, for user-level privacy) by itself with probability `sample_rate`, sums
+contributions of norm at most C, and adds Gaussian noise of deviation noise × C, once. Neighbours differ in one record
+that is there or not. That is what the accountants assume; a sampler that shuffles is not covered.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+ACCOUNTANTS = ("rdp", "pld")  # Rényi (quick) and privacy loss distributions (tighter)
+CLOSE = 1e-3  # how far from the best a solved value may be, relatively, on the safe side
+NOISES = (0.01, 1e4)  # between these a noise multiplier is sought
+MOST_STEPS = 10**9
+
+
+@dataclass(frozen=True)
+class Noised:
+    """`steps` steps, of which each includes a record with probability `sample_rate` and adds `noise` × C."""
+
+    noise: float
+    sample_rate: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.noise < math.inf:
+            raise ValueError(f"noise is {self.noise:g}; it is a multiple of the clipping norm, 0 or more")
+        if not 0 < self.sample_rate <= 1:
+            raise ValueError(f"the sample rate is {self.sample_rate:g}; it is a probability above 0 and at most 1")
+        if self.steps < 0:
+            raise ValueError(f"steps is {self.steps}; it is 0 or more")
+
+
+def epsilon(spent: Sequence[Noised], delta: float, accountant: str = "rdp") -> float:
+    """ε of all these steps together; infinite where there is no noise."""
+    if not 0 < delta < 1:
+        raise ValueError(f"delta is {delta:g}; it is a probability between 0 and 1, below 1 / the number of records")
+    if accountant not in ACCOUNTANTS:
+        raise ValueError(f"the accountant is '{accountant}'; use {' or '.join(ACCOUNTANTS)}")
+    spent = [part for part in spent if part.steps]
+    if not spent:
+        return 0.0
+    if any(part.noise == 0 for part in spent):
+        return math.inf
+    import dp_accounting  # takes a second to import
+    from dp_accounting import pld, rdp
+
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orders it leaves out make ε larger, never smaller
+    total = rdp.RdpAccountant() if accountant == "rdp" else pld.PLDAccountant()
+    for part in spent:
+        step = dp_accounting.PoissonSampledDpEvent(part.sample_rate, dp_accounting.GaussianDpEvent(part.noise))
+        total.compose(step, part.steps)
+    return float(total.get_epsilon(delta))
+
+
+def solve(
+    delta: float,
+    noise: float | None = None,
+    sample_rate: float | None = None,
+    steps: int | None = None,
+    target: float | None = None,
+    accountant: str = "rdp",
+    tell: Callable[[str], object] = lambda sentence: None,
+) -> tuple[Noised, float]:
+    """The one of noise, sample rate, steps and ε (`target`) that is not given, and the ε that it all comes to.
+
+    A value that is solved for keeps ε at or below `target`: the least noise, the most steps, the highest sample rate.
+    """
+    given = {"noise": noise, "sample_rate": sample_rate, "steps": steps, "epsilon": target}
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) != 1:
+        told = ", ".join(name.replace("_", " ") for name in given)
+        raise ValueError(f"of {told} give all but one, which is solved for; {len(missing)} are missing")
+    (name,) = missing
+    known = Noised(1.0 if noise is None else noise, 1.0 if sample_rate is None else sample_rate, steps or 1)
+    if target is None:
+        known = replace(known, steps=steps or 0)
+        return known, epsilon([known], delta, accountant)
+    if not 0 < target < math.inf:
+        raise ValueError(f"epsilon is {target:g}; it is above 0")
+
+    def reached(by: str) -> Callable[[Any], bool]:
+        """Whether a value keeps ε within the target. It is the more private the larger noise, the smaller the rest."""
+
+        def within(value: Any) -> bool:
+            tell(f"trying {name.replace('_', ' ')} {value:.5g}")
+            return epsilon([replace(known, **{name: value})], delta, by) <= target
+
+        return within
+
+    # The Rényi bound is quick and never below the tighter one, so that what satisfies it is where to begin.
+    found = _search(name, reached("rdp"), target)
+    if accountant == "pld":
+        found = _improve(name, reached("pld"), found)
+    best = replace(known, **{name: found})
+    return best, epsilon([best], delta, accountant)
+
+
+def _search(name: str, within: Callable[[Any], bool], target: float) -> Any:
+    """The best value that is within the target, to `CLOSE`."""
+    private, exposed = {"noise": NOISES[::-1], "steps": (1, MOST_STEPS), "sample_rate": (1e-9, 1.0)}[name]
+    if within(exposed):
+        return exposed
+    if not within(private):
+        raise ValueError(f"no {name.replace('_', ' ')} keeps epsilon at {target:g}; allow more, or change the others")
+    return _bisect(name, within, private, exposed)
+
+
+def _improve(name: str, within: Callable[[Any], bool], found: Any) -> Any:
+    """A better value than one that a looser bound allows: at most twice as good, or as far as it goes."""
+    exposed = found / 2 if name == "noise" else min(2 * found, 1.0 if name == "sample_rate" else MOST_STEPS)
+    return exposed if within(exposed) else _bisect(name, within, found, exposed)
+
+
+def _bisect(name: str, within: Callable[[Any], bool], private: Any, exposed: Any) -> Any:
+    """The most exposed value that is still within, between one that is and one that is not."""
+    while abs(math.log(exposed / private)) > CLOSE and (name != "steps" or exposed - private > 1):
+        middle: Any = math.sqrt(private * exposed)
+        middle = min(max(round(middle), private + 1), exposed - 1) if name == "steps" else middle
+        private, exposed = (middle, exposed) if within(middle) else (private, middle)
+    return private
