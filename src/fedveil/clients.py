@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedveil import message
 from fedveil.message import Envelope, Record, Refused
+from fedveil.privacy.identity import Identities, simulated
 from fedveil.seeds import Seed
 from fedveil.task import Rows, Task
 
@@ -56,6 +57,8 @@ class Reply:
     problem: str = ""
     passes: int = 0  # records run forward and backward for this reply's stack, known in simulation only
     figures: Mapping[str, float] = field(default_factory=dict)  # what the client measured, known in simulation only
+    wire_up: int = 0  # bytes of the engine's own message around the frame
+    wire_down: int = 0  # and of the one around the question
 
 
 class Memory:
@@ -89,6 +92,8 @@ class Crowd:
     passes: int = 0
     kept: list[Record] | None = None
     figures: dict[str, list[float]] = field(default_factory=dict)
+    run: bytes = bytes(8)
+    identities: Identities = field(default_factory=lambda: Identities({}, {}))  # who signs, and whose keys are known
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -126,12 +131,21 @@ class Crowd:
 class Clients:
     """Clients in one place: reads letters, lets the method answer them, writes replies. Every engine uses it."""
 
-    def __init__(self, method: Method, task: Task, run: bytes, seed: Seed, secret: Seed | None = None) -> None:
+    def __init__(
+        self,
+        method: Method,
+        task: Task,
+        run: bytes,
+        seed: Seed,
+        secret: Seed | None = None,
+        identities: Identities | None = None,
+    ) -> None:
         self.method, self.task, self.run, self.seed = method, task, run, seed
         self.secret = secret  # fixed in tests only; otherwise every question has a fresh one
+        self.identities = identities or simulated(seed)
         self.memory = Memory()
-        self._notes: dict[int, dict[str, Any]] = {}
-        self._notes_round = 0
+        self.notes: dict[int, dict[str, Any]] = {}
+        self.round = 0
 
     def answer(self, letters: Sequence[Letter]) -> list[Reply]:
         """Answer letters that share one payload, as one stack. An exception concerns the stack, not one client."""
@@ -145,7 +159,7 @@ class Clients:
         if first.kind not in table:
             raise Refused("wrong kind", f"{self.method.name} has no question of kind {first.kind}")
         question = message.unpack(first.payload, table[first.kind])
-        message.check(question, self.task.sizes)
+        message.check(question, {**self.task.sizes, **question.sizes()})
         self._open_round(first.envelope.round)
         round_, serial = first.envelope.round, first.envelope.serial
         ids = tuple(letter.client for letter in letters)
@@ -156,12 +170,14 @@ class Clients:
             self.seed.child("round", round_),
             Seed.private() if self.secret is None else self.secret.child(round_, serial),
             [self.memory.before(k, round_, serial) for k in ids],
-            [self._notes.setdefault(k, {}) for k in ids],
+            [self.notes.setdefault(k, {}) for k in ids],
+            run=self.run,
+            identities=self.identities,
         )
         answers = self.method.answer[type(question)](crowd, question)
         replies = []
         for i, (letter, answer) in enumerate(zip(letters, answers, strict=True)):
-            message.check(answer, self.method.schema(self.task, question, letter.client))
+            message.check(answer, {**self.method.schema(self.task, question, letter.client), **question.sizes()})
             figures = {name: values[i] for name, values in crowd.figures.items()}
             frame = message.frame(answer, letter.envelope)
             replies.append(Reply(letter.client, frame, passes=crowd.passes if i == 0 else 0, figures=figures))
@@ -176,7 +192,7 @@ class Clients:
         return f"refused: {sentence}" if isinstance(error, Refused) else f"failed: {type(error).__name__}: {sentence}"
 
     def _open_round(self, round_: int) -> None:
-        if round_ < self._notes_round:
-            raise Refused("wrong round", f"round {round_} is over, round {self._notes_round} has begun")
-        if round_ > self._notes_round:
-            self._notes, self._notes_round = {}, round_
+        if round_ < self.round:
+            raise Refused("wrong round", f"round {round_} is over, round {self.round} has begun")
+        if round_ > self.round:
+            self.notes, self.round = {}, round_

@@ -25,8 +25,10 @@ from torch import Tensor
 from fedveil import message
 from fedveil.clients import Clients, Crowd, Letter, Reply
 from fedveil.cost import Turn, Work
-from fedveil.ledger import Ledger, Result, Row
+from fedveil.ledger import Ledger, Result, Row, Stage
 from fedveil.message import Answer, Envelope, Folded, Question, Refused, Size, Weights
+from fedveil.privacy.identity import Identities
+from fedveil.privacy.secagg import SecureSum, Sum
 from fedveil.runs import RunError, RunFolder
 from fedveil.seeds import Seed
 from fedveil.task import Task
@@ -184,6 +186,7 @@ class _Round:
     seed: Seed
     row: Row
     rounds: int
+    identities: Identities
     serial: int = 0
     exhibits: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # images, real ones of the same classes
 
@@ -197,6 +200,10 @@ class Cohort:
     @property
     def task(self) -> Task:
         return self._shared.task
+
+    @property
+    def method(self) -> Method:
+        return self._shared.method
 
     @property
     def round(self) -> int:
@@ -245,6 +252,37 @@ class Cohort:
 
         Raises `BelowQuorum` if fewer than the quorum answered.
         """
+        answers = self.exchange(question)
+        self.require(len(answers), len(answers) + len(answers.missing))
+        return answers
+
+    def ask_sum(self, question: Question, how: SecureSum) -> Sum:
+        """Ask every client and learn the weighted sum of their answers, and nothing else of them.
+
+        The method enters the question in its `answer` through `how.stages`. Raises `BelowQuorum` if too few are left.
+        """
+        from fedveil.privacy.summing import ask_sum
+
+        return ask_sum(self, self._shared.identities, self._shared.run, question, how)
+
+    def counted(self, clients: Iterable[int]) -> None:
+        """Note that these clients, of whom some did not answer to the end, are in the round's result all the same."""
+        row = self._shared.row
+        for client in clients:
+            if why := row.missing.pop(str(client), ""):
+                row.events.append(f"client {client}: {why}, after what it sent was counted")
+
+    def exchange(self, question: Question | Mapping[int, Question], stage: str = "") -> Answers:
+        """What `ask` does, without a quorum; a `stage` of a protocol is counted by itself in the ledger."""
+        row = self._shared.row
+        before = row.bytes_up, row.bytes_down
+        answers = self._exchange(question)
+        if stage:
+            up, down = row.bytes_up - before[0], row.bytes_down - before[1]
+            row.secure.append(Stage(stage, len(answers) + len(answers.missing), len(answers), up, down))
+        return answers
+
+    def _exchange(self, question: Question | Mapping[int, Question]) -> Answers:
         shared, task = self._shared, self.task
         questions = question if isinstance(question, Mapping) else dict.fromkeys(self.ids, question)
         if not set(questions) <= set(self.ids):
@@ -255,7 +293,7 @@ class Cohort:
         missing: dict[int, str] = {}
         for client, q in sorted(questions.items()):
             if id(q) not in payloads:
-                message.check(q, task.sizes)
+                message.check(q, {**task.sizes, **q.sizes()})
                 payloads[id(q)] = message.pack(q)
             where = Envelope(shared.run, self.round, client, serial)
             letter = Letter(q.kind, where, payloads[id(q)])
@@ -270,7 +308,6 @@ class Cohort:
             if letter.client not in answers:
                 missing.setdefault(letter.client, "late: no answer when the question closed")
         shared.row.missing.update({str(k): reason for k, reason in missing.items()})
-        self.require(len(answers), len(questions))
         return Answers(answers, missing)
 
     def require(self, usable: int, asked: int) -> None:
@@ -299,6 +336,8 @@ class Cohort:
         figures: dict[str, list[float]] = {}
         for reply in replies:
             shared.row.passes += reply.passes
+            shared.row.wire_up += reply.wire_up
+            shared.row.wire_down += reply.wire_down
             for name, value in reply.figures.items():
                 figures.setdefault(name, []).append(value)
             if reply.client not in questions:
@@ -315,7 +354,7 @@ class Cohort:
             question = questions[reply.client]
             expected = Envelope(shared.run, self.round, reply.client, serial)
             try:
-                sizes = shared.method.schema(self.task, question, reply.client)
+                sizes = {**shared.method.schema(self.task, question, reply.client), **question.sizes()}
                 answers[reply.client] = read_answer(reply.frame, shared.method.reply(question), sizes, expected)
                 if reply.client in missing:
                     shared.row.events.append(f"client {reply.client}: {missing.pop(reply.client)}, then it answered")
@@ -352,9 +391,10 @@ class Federation:
     evaluate_every: int = 1
     run: bytes = field(default_factory=lambda: secrets.token_bytes(8))
     secret: Seed | None = None
+    identities: Identities | None = None
 
     def __post_init__(self) -> None:
-        self.clients = Clients(self.method, self.task, self.run, self.seed, self.secret)
+        self.clients = Clients(self.method, self.task, self.run, self.seed, self.secret, self.identities)
         self.engine.open(self.clients)
 
     def step(self, state: State, number: int, rounds: int) -> tuple[State, Row]:
@@ -363,7 +403,8 @@ class Federation:
         seed = self.seed.child("round", number)
         ids = self.plan.draw(self.task, seed.child("cohort"))
         row = Row(round=number, cohort=list(ids))
-        shared = _Round(self.task, self.method, self.engine, self.plan, self.run, seed, row, rounds)
+        who = self.clients.identities
+        shared = _Round(self.task, self.method, self.engine, self.plan, self.run, seed, row, rounds, who)
         cohort, self.exhibits = Cohort(ids, shared), shared.exhibits
         try:
             if not ids:
@@ -394,6 +435,7 @@ def run(
     observer: Callable[[Row], object] | None = None,
     stop: Callable[[], bool] = lambda: False,
     insecure_test_noise: int | None = None,
+    identities: Identities | None = None,
 ) -> Result:
     """Train `task` with `method` and return what came of it and what it cost.
 
@@ -403,6 +445,7 @@ def run(
     folder:   where ledger and checkpoints go; a folder that holds a checkpoint is continued from it
     observer: called with each round's `Row` as it is written
     stop:     asked after each round; True ends the run there
+    identities: whose signatures a secure sum accepts; by default those of simulated clients, which prove nothing
     """
     from fedveil.engines.local import Local
 
@@ -413,9 +456,10 @@ def run(
         if home:
             at_the_end.callback(home.close)
         saved = home.load() if home else None
-        secret = None if insecure_test_noise is None else Seed.root(insecure_test_noise).child("insecure test noise")
+        secret = None if insecure_test_noise is None else private_root(insecure_test_noise)
         options: dict[str, Any] = {"run": saved.run} if saved else {}
-        federation = Federation(task, method, engine, plan, Seed.root(seed), evaluate_every, secret=secret, **options)
+        options |= {"secret": secret, "identities": identities}
+        federation = Federation(task, method, engine, plan, Seed.root(seed), evaluate_every, **options)
         at_the_end.callback(engine.close)
         state, done = method.begin(task), 0
         if home and saved:
@@ -443,6 +487,11 @@ def run(
                 raise Starved(f"no client answered for {failed} rounds; the last reasons were: {reasons}")
             finished = _reached(row, target) or stop()
         return Result(method.name, state.weights.cpu(), ledger, task)
+
+
+def private_root(number: int) -> Seed:
+    """The root of what should be private, fixed for a test."""
+    return Seed.root(number).child("insecure test noise")
 
 
 def _grouped(reasons: Iterable[str]) -> str:

@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from fedveil.task import Task
 
 
+class Stage(msgspec.Struct, frozen=True):
+    """One stage of a secure sum: its name, how many clients were asked and answered, and its bytes."""
+
+    stage: str
+    asked: int
+    answered: int
+    up: int
+    down: int
+
+
 class Row(msgspec.Struct, kw_only=True):
     """One round. Bytes are of encoded frames, counted as they were handed to the engine or came from it."""
 
@@ -23,6 +33,9 @@ class Row(msgspec.Struct, kw_only=True):
     cohort: list[int]  # the clients drawn
     up: dict[str, int] = {}  # bytes by client
     down: dict[str, int] = {}
+    wire_up: int = 0  # bytes of the engine's own messages around those frames; 0 where nothing is sent
+    wire_down: int = 0
+    secure: list[Stage] = []  # of a secure sum; its bytes are in `up` and `down` too
     missing: dict[str, str] = {}  # client -> why there was no answer to use
     events: list[str] = []  # what else happened: strangers, duplicates, a quorum not reached
     metrics: dict[str, float] = {}  # accuracy, loss and what the method noted
@@ -43,6 +56,11 @@ class Row(msgspec.Struct, kw_only=True):
     @property
     def bytes_down(self) -> int:
         return sum(self.down.values())
+
+    @property
+    def protocol(self) -> list[Stage]:
+        """The stages that a secure sum adds: all but the one in which the vectors themselves travel."""
+        return [each for each in self.secure if each.stage != "masked"]
 
 
 @dataclass
@@ -88,6 +106,10 @@ class Ledger:
             "loss": loss[-1] if loss else None,
             "bytes_up": up,
             "bytes_down": sum(row.bytes_down for row in self.rows),
+            "protocol_up": sum(each.up for row in self.rows for each in row.protocol),
+            "protocol_down": sum(each.down for row in self.rows for each in row.protocol),
+            "wire_up": sum(row.wire_up for row in self.rows) or None,
+            "wire_down": sum(row.wire_down for row in self.rows) or None,
             "bytes_up_per_client_round": up / asked if asked else 0.0,
             "clients_failed": sum(len(row.missing) for row in self.rows),
             "passes": sum(row.passes for row in self.rows),

@@ -79,11 +79,17 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 class Answer(Record, frozen=True):
     """What a client sends to the server."""
 
+    sums: ClassVar[bool] = False  # whether answers add up, tensor by tensor, and a sum of them is all that is needed
+
 
 class Question(Record, frozen=True):
     """What the server sends to a client, with the kind of answer it expects."""
 
     reply: ClassVar[type[Answer]]
+
+    def sizes(self) -> dict[str, Size]:
+        """Dimension names that the question itself binds, in it and in its answer."""
+        return {}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,88 @@
+"""The secure sum on Flower, where every question may be answered by another process: secrets travel sealed or not."""
+
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+import fedveil as fv
+from engines.grids import Nodes, made
+from fedveil.engines import Local, kept
+from fedveil.engines.flower import Flower, client_app
+from fedveil.privacy import SecureSum
+from fedveil.privacy.secagg import Advertise, Secrets
+from fedveil.privacy.summand import NOTE
+from privacy.sums import LAST, Summed, letter
+from toys import linear_task
+
+TASK = linear_task(5, 40, uneven=True)
+
+
+def on_flower(method, folder=None, change=None, rounds=2):
+    memory = (lambda context: folder / str(context.node_id)) if folder else None
+    grid = Nodes(client_app(made(TASK, method), memory), range(5), change)
+    engine = Flower(grid, 600.0, poll=0.001, tell=lambda said: None, simulated=folder is None)
+    return fv.run(TASK, method, rounds=rounds, cohort=5, engine=engine), grid
+
+
+@pytest.mark.parametrize("server", ["curious", "malicious"])
+@pytest.mark.parametrize("deployed", [False, True])
+def test_the_sum_on_flower_is_that_of_the_local_engine(server, deployed, tmp_path):
+    method = Summed(SecureSum(server=server))
+    local = fv.run(TASK, method, rounds=2, cohort=5, engine=Local(stack=1, workers=1))
+    flower, _ = on_flower(method, tmp_path if deployed else None)
+    assert torch.equal(local.weights, flower.weights)
+    for one, other in zip(local.ledger.rows, flower.ledger.rows, strict=True):
+        assert (one.up, one.down, one.missing, one.secure) == (other.up, other.down, other.missing, other.secure)
+
+
+def test_a_deployed_clients_secrets_are_not_on_its_disk_in_the_clear(tmp_path, monkeypatch):
+    seen, files = [], []
+    monkeypatch.setattr(kept, "save", lambda path, frame, save=kept.save: (files.append(frame), save(path, frame)))
+    monkeypatch.setattr(
+        Secrets, "sealed", lambda self, *to, sealed=Secrets.sealed: (seen.append(self), sealed(self, *to))[1]
+    )
+    on_flower(Summed(), tmp_path)
+    parts = {
+        p for s in seen for p in (s.channel, s.mask, s.own, s.kept, *s.channel_keys.values(), *s.pair_masks.values())
+    }
+    assert len(parts) > 100
+    assert len(files) == 2 * 5 * 4
+    assert not any(part in frame for part in parts - {b""} for frame in files)
+
+
+def test_a_node_that_restarts_finds_its_secrets_lost(tmp_path):
+    """Its file is still there, but the key to what is sealed in it was in its memory."""
+    answered = []
+
+    def restart(node, reply):
+        answered.append(node)
+        if node == 1000 and answered.count(node) == 3:  # which partition, keys, shares
+            grid.contexts[node].state.config_records.clear()
+        return reply
+
+    method, memory = Summed(), lambda context: tmp_path / str(context.node_id)
+    grid = Nodes(client_app(made(TASK, method), memory), range(5), restart)
+    engine = Flower(grid, 600.0, poll=0.001, tell=lambda said: None, simulated=False)
+    result = fv.run(TASK, method, rounds=1, cohort=5, engine=engine)
+    assert result.ledger.rows[0].missing["0"].startswith("refused: lost state: 'secure sum' of round 1 is gone")
+    assert LAST[0].clients == (1, 2, 3, 4)
+
+
+def test_secrets_are_carried_sealed_to_the_same_round_of_the_same_client_only():
+    clients = fv.clients.Clients(Summed(), TASK, bytes(8), fv.Seed.root(0))
+    clients.answer([letter(Advertise(), 3, bytes(8), 1)])
+    key, secret = b"k" * 32, clients.notes[3][NOTE]
+    frame = kept.pack(clients, 3, key)
+
+    def carried(with_key, run=bytes(8), client=3):
+        other = fv.clients.Clients(Summed(), TASK, run, fv.Seed.root(0))
+        kept.unpack(frame, other, client, with_key)
+        return other.notes[client].get(NOTE)
+
+    assert carried(key) == secret
+    assert carried(b"x" * 32) is None
+    assert carried(None) is None
+    assert carried(key, run=b"another!") is None
+    assert carried(key, client=2) is None
+    assert NOTE.encode() not in kept.pack(clients, 3)
