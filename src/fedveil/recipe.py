@@ -24,6 +24,7 @@ from fedveil.federation import Method, Sampling
 from fedveil.seeds import Seed
 from fedveil.task import LOSSES, Task
 from fedveil.updates.raw import FedAvg
+from fedveil.weights import load_weights
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class TaskSpec:
     data: str = "digits"
     model: str = "digits-cnn"
     loss: str = "cross-entropy"
+    weights: str | None = None  # where training begins: a run folder or an .npz file of layers, instead of a draw
     data_options: dict[str, Any] = field(default_factory=dict)
     model_options: dict[str, Any] = field(default_factory=dict)
 
@@ -51,6 +53,7 @@ class SplitSpec:
     classes: int | None = None
     shards: int | None = None
     least: int | None = None
+    most: int | None = None  # the public bound on a client's records
 
     @property
     def options(self) -> dict[str, Any]:
@@ -84,11 +87,25 @@ class Recipe:
 
     def on(self, loaded: Data, device: str = "cpu") -> Task:
         """The same with data that is loaded already."""
-        root = Seed.root(self.seed)
-        model = models.build(self.task.model, loaded.input, loaded.classes, **self.task.model_options)
-        models.initialise(model, root.child("weights"))
         clients = None if self.split.kind == "natural" else self.split.clients
-        parts = data.split(self.split.kind, loaded, clients, root, **self.split.options)
+        parts = data.split(self.split.kind, loaded, clients, Seed.root(self.seed), **self.split.options)
+        return self._task(loaded, dataclasses.replace(parts, most=self.split.most), device)
+
+    def party(self, own: Data, client: int | None, device: str = "cpu") -> Task:
+        """The task of one party of a deployment: client `client` with its own records, or the server (None) with test
+        records only. Public are split.clients and split.most, and nothing else about who holds what."""
+        if self.split.most is None:
+            raise ValueError("split.most is not set; a deployment needs the most records that any client may hold")
+        if self.cohort.kind == "weighted":
+            raise ValueError("cohort.kind is 'weighted', but a server does not know who holds how much; use uniform")
+        share = data.Share.of(client, self.split.clients, len(own.x), self.split.most)
+        return self._task(own, share, device)
+
+    def _task(self, loaded: Data, parts: data.Split, device: str) -> Task:
+        model = models.build(self.task.model, loaded.input, loaded.classes, **self.task.model_options)
+        models.initialise(model, Seed.root(self.seed).child("weights"))
+        if self.task.weights is not None:
+            load_weights(model, Path(self.task.weights))
         return Task(model, loaded, parts, loss=self.task.loss, device=pick_device(device))
 
     def toml(self) -> str:
@@ -119,7 +136,7 @@ def names() -> list[str]:
 
 def read(source: str, changes: Iterable[str] = ()) -> Recipe:
     """A recipe from a built-in name or a TOML file, with `key=value` changes on top."""
-    table = _load(source)
+    table = tables(source)
     for change in changes:
         key, found, value = change.partition("=")
         if not found or not key:
@@ -134,7 +151,7 @@ def parse(table: Mapping[str, Any]) -> Recipe:
     return recipe
 
 
-def _load(source: str, depth: int = 0) -> dict[str, Any]:
+def tables(source: str, depth: int = 0) -> dict[str, Any]:
     """The tables of a recipe, laid over those of the recipe it is `like`."""
     own = source.endswith(".toml")
     if own and not Path(source).is_file():
@@ -153,7 +170,7 @@ def _load(source: str, depth: int = 0) -> dict[str, Any]:
         raise ValueError(f"recipe {source}: 'like' names one other recipe, and never in a circle")
     if base.endswith(".toml") if own else "/" not in base:
         base = (Path(source).parent / base).as_posix()
-    return _over(_load(base, depth + 1), table)
+    return _over(tables(base, depth + 1), table)
 
 
 def _over(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:

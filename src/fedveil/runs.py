@@ -25,6 +25,7 @@ from fedveil.ledger import Ledger, Row
 from fedveil.message import Envelope, Folded, Record, Refused
 
 KEPT = 2
+DEPLOYED = "deployment"  # the engine in environment.json of a run that only its app can go on with
 _DIGEST = 16
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedveil.data import SPLITS, Data, Split, from_tensors, load, split
+from fedveil.data import SPLITS, Data, Share, Split, from_tensors, load, split
 from fedveil.data.splits import by_classes, dirichlet, iid, natural, shards
 from fedveil.seeds import Seed
 
@@ -279,3 +279,35 @@ def test_without_one_label_a_record_the_picture_shows_sizes() -> None:
     figure = made.picture(TOKENS.y, TOKENS.labels)
     assert bars(figure).tolist() == [[2, 2]]
     assert not figure.legends
+
+
+# ---------------------------------------------------------------------------------------------------- what is public
+
+
+def test_the_largest_client_is_the_bound_unless_another_one_is_public() -> None:
+    plain = Split(np.arange(5), np.array([0, 2, 5]), "own")
+    assert plain.largest == 3
+    assert Split(plain.order, plain.starts, "own", most=8).largest == 8
+    with pytest.raises(ValueError, match=r"Client 1 holds 3 records, but split\.most is 2; raise it\."):
+        Split(plain.order, plain.starts, "own", most=2)
+
+
+def test_a_share_is_what_one_party_knows() -> None:
+    share = Share.of(2, clients=4, records=3, most=10)
+    assert (len(share), share.largest) == (4, 10)
+    assert share[2].tolist() == [0, 1, 2]
+    assert share.sizes.tolist() == [0, 0, 3, 0]
+    for other in (0, 1, 3):
+        with pytest.raises(IndexError, match=f"The records of client {other} are not held here"):
+            share[other]
+    with pytest.raises(IndexError, match="There is no client 4"):
+        share[4]
+
+
+def test_the_server_holds_no_records_and_a_share_keeps_to_the_bound() -> None:
+    server = Share.of(None, clients=3, records=100, most=10)
+    assert (len(server), server.largest, server.sizes.tolist(), len(server.order)) == (3, 10, [0, 0, 0], 0)
+    with pytest.raises(ValueError, match="There is no client 3; there are 3, from 0"):
+        Share.of(3, clients=3, records=1, most=10)
+    with pytest.raises(ValueError, match=r"Client 0 holds 11 records, but split\.most is 10"):
+        Share.of(0, clients=3, records=11, most=10)

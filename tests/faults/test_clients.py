@@ -209,7 +209,7 @@ def test_a_client_that_restarts_between_two_questions_of_a_round_is_left_out():
     class Restarting(Local):
         def deliver(self, letters, deadline):
             if letters[0].envelope.serial == 1:
-                self._clients._notes[CULPRIT].clear()
+                self._clients.notes[CULPRIT].clear()
             return super().deliver(letters, deadline)
 
     result = fv.run(linear_task(), Twice(), rounds=1, cohort=4, engine=Restarting(workers=1))

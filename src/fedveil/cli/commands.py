@@ -18,10 +18,13 @@ from fedveil.cli.options import (
     DataDir,
     Debug,
     Device,
+    Engine,
     Fetch,
     Format,
+    Kind,
     Noise,
     Out,
+    Ray,
     Sets,
     Shown,
     Stack,
@@ -46,6 +49,7 @@ DEMO = [
     "digits/fedavg-top-k",
     "digits/fedsynth",
     "digits/tofu",
+    "digits/fedage",
 ]
 
 app = typer.Typer(cls=Plainly, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -77,6 +81,8 @@ def run(
     device: Device = "auto",
     stack: Stack = None,
     workers: Workers = None,
+    engine: Engine = Kind.local,
+    ray_address: Ray = None,
     debug: Debug = False,
     insecure_test_noise: Noise = False,
     format: Shown = Format.table,
@@ -91,7 +97,8 @@ def run(
     path = folder or _fresh(_name(source))
     if holds_run(path):
         raise ValueError(f"{path} already holds a run; 'fedveil resume {path}' continues it, or choose another --out")
-    job = Job.new(path, plan, choose(data_dir, device, stack, workers, debug, insecure_test_noise))
+    where = choose(data_dir, device, stack, workers, engine, ray_address, debug, insecure_test_noise)
+    job = Job.new(path, plan, where)
     _finish(job, fetch, format)
 
 
@@ -114,7 +121,7 @@ def resume(
     if job.ended:
         reached = f"its target accuracy {job.recipe.target:g}" if job.ended == "target" else "the last of its rounds"
         say(f"{path} is finished: it reached {reached} in round {done}")
-        _tell(job, format)
+        show.summary(job.summary(), format)
     else:
         _finish(job, False, format)
 
@@ -125,17 +132,10 @@ def _finish(job: Job, fetch: bool, format: Format) -> None:
     task = job.recipe.on(job.data(fetch, {}), job.where.device)
     with Interrupt(hint) as interrupt:
         job.train(task, interrupt)
-    _tell(job, format)
+    show.summary(job.summary(), format)
     if not job.ended:
         say(f"stopped after round {len(job.ledger.rows)} of {job.recipe.rounds}; {hint} goes on")
         raise typer.Exit(INTERRUPTED)
-
-
-def _tell(job: Job, format: Format) -> None:
-    if format is Format.json:
-        show.as_json(job.summary())
-    else:
-        show.pairs((key.replace("_", " "), value) for key, value in job.summary().items() if value is not None)
 
 
 def _name(source: str) -> str:
@@ -157,6 +157,8 @@ def compare(
     device: Device = "auto",
     stack: Stack = None,
     workers: Workers = None,
+    engine: Engine = Kind.local,
+    ray_address: Ray = None,
     debug: Debug = False,
     insecure_test_noise: Noise = False,
     format: Shown = Format.table,
@@ -164,12 +166,12 @@ def compare(
     """Run several recipes and write one report.
 
     Each run goes to a folder of its own in --out; one that is there already is continued, or used if it is finished.
-    Without a RECIPE six methods, two of them with synthetic data, are compared on digits.
+    Without a RECIPE seven methods, two of them with synthetic data, are compared on digits.
 
     Example: fedveil compare digits/fedavg digits/scaffold --set rounds=10
     """
     home, chosen = folder or _fresh("compare"), sources or DEMO
-    where = choose(data_dir, device, stack, workers, debug, insecure_test_noise)
+    where = choose(data_dir, device, stack, workers, engine, ray_address, debug, insecure_test_noise)
     plans = {home / _name(source): recipe.read(source, changes or ()) for source in chosen}
     if len(plans) < len(chosen):
         raise ValueError("two of the recipes have one name and would share a folder; name each once")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ from fedveil.cli.progress import Watch
 from fedveil.cli.shell import BUG, say
 from fedveil.data.files import data_directory
 from fedveil.engines.local import ClientFailure, Local
-from fedveil.federation import Starved
+from fedveil.federation import Engine, Starved, private_root
 from fedveil.ledger import Ledger
 from fedveil.message import Refused
 from fedveil.recipe import Recipe
-from fedveil.runs import RunError, RunFolder, environment
+from fedveil.runs import DEPLOYED, RunError, RunFolder, environment
 from fedveil.task import Task
 
 PICTURED = 5000  # clients of a split that is worth a picture
@@ -40,13 +40,34 @@ class Where(msgspec.Struct, frozen=True):
     threads: int
     debug: bool
     insecure_test_noise: bool
+    engine: str = "local"
+    ray_address: str | None = None
 
 
-def choose(folder: Path | None, device: str, stack: int | None, workers: int | None, debug: bool, noise: bool) -> Where:
+def choose(
+    folder: Path | None,
+    device: str,
+    stack: int | None,
+    workers: int | None,
+    engine: str,
+    ray_address: str | None,
+    debug: bool,
+    noise: bool,
+) -> Where:
+    if engine == "local" and ray_address is not None:
+        raise ValueError("--ray-address is where Flower's simulation runs; add --engine flower")
+    if engine == "flower":
+        import fedveil.engines.flower  # noqa: F401 - says how to install what is missing, before anything is loaded
+
+        if stack is not None or (workers is not None and ray_address is not None):
+            raise ValueError(
+                "a Flower node is one client and a Ray cluster has its own size; leave out --stack/--workers"
+            )
     if noise:
         say("warning: the private randomness is fixed, so noise protects nobody in this run")
     directory = str(data_directory(folder).absolute())
-    return Where(directory, recipe.pick_device(device), stack, workers, torch.get_num_threads(), debug, noise)
+    threads = torch.get_num_threads()
+    return Where(directory, recipe.pick_device(device), stack, workers, threads, debug, noise, str(engine), ray_address)
 
 
 @dataclass
@@ -71,9 +92,13 @@ class Job:
                 raise ValueError(f"{path} holds no run that could be resumed: there is no {name} in it")
         try:
             known = msgspec.json.decode((path / "environment.json").read_bytes(), type=dict[str, Any])
-            msgspec.convert(known, Where)
+            deployed = known.get("engine") == DEPLOYED
+            if not deployed:
+                msgspec.convert(known, Where)
         except ValueError as error:
             raise ValueError(f"{path / 'environment.json'} is damaged: {error}") from None
+        if deployed:
+            raise ValueError(f"{path} is the run of a deployment; it goes on when its app is started again")
         with closing(RunFolder(path)) as folder:
             saved = folder.load()
             rows = folder.ledger(saved.round if saved else 0).rows
@@ -107,10 +132,12 @@ class Job:
         """Do the rounds that are left."""
         plan, where = self.recipe, self.where
         plan.method.begin(task)  # says what does not suit the task, before anything is written
-        engine = Local(where.stack, where.workers, where.debug)
-        self.environment = {**self.environment, "workers": engine.lanes(task)}  # a resume elsewhere needs as many
         torch.set_num_threads(where.threads)
-        with closing(RunFolder(self.path)) as folder, Watch(self.recipe.rounds, self.ledger) as watch:
+        with (
+            closing(RunFolder(self.path)) as folder,
+            self._engine(task) as engine,
+            Watch(self.recipe.rounds, self.ledger) as watch,
+        ):
             folder.describe(plan.toml(), dict(self.environment))
             _picture(task, self.path / "split.svg")
             say(f"{plan.method.name}, {plan.rounds} rounds, in {self.path}")
@@ -136,6 +163,26 @@ class Job:
                     error.add_note(BUG)
                 raise
         self.ledger = result.ledger
+
+    def _engine(self, task: Task) -> AbstractContextManager[Engine]:
+        """Where this run's clients live."""
+        where = self.where
+        if where.engine == "flower":
+            from fedveil.engines.flower import FromRecipe, client_app, simulate
+
+            noise = private_root(self.recipe.seed) if where.insecure_test_noise else None
+            app = client_app(FromRecipe(self.recipe.toml(), where.data_dir, where.device, noise))
+            return simulate(
+                app,
+                len(task.clients),
+                workers=where.workers,
+                ray_address=where.ray_address,
+                debug=where.debug,
+                tell=say,
+            )
+        engine = Local(where.stack, where.workers, where.debug)
+        self.environment = {**self.environment, "workers": engine.lanes(task)}  # a resume elsewhere needs as many
+        return nullcontext(engine)
 
 
 def _picture(task: Task, path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 Format = StrEnum("Format", ["table", "json"])
+Kind = StrEnum("Kind", ["local", "flower"])
 What = StrEnum("What", ["methods", "codecs", "models", "data", "recipes"])
 
 
@@ -35,6 +36,8 @@ Fetch = Annotated[bool, option("--fetch", None, "Download the data if it is miss
 Device = Annotated[str, option("--device", "auto|cpu|cuda", "Where to train; auto is a GPU if there is one.")]
 Stack = Annotated[int | None, option("--stack", "N|auto", "Clients trained as one.", parser=number)]
 Workers = Annotated[int | None, option("--workers", "N|auto", "Stacks trained side by side.", parser=number)]
+Engine = Annotated[Kind, option("--engine", "local|flower", "Clients in this process, or on Flower's simulation.")]
+Ray = Annotated[str | None, option("--ray-address", "HOST:PORT", "With flower, a Ray cluster that runs already.")]
 Debug = Annotated[bool, option("--debug", None, "One client at a time; the first failure ends the run.")]
 Noise = Annotated[bool, option("--insecure-test-noise", None, "Fix the private randomness, for tests only.")]
 Version = Annotated[bool, option("--version", None, "Print the version.")]

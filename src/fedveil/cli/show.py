@@ -11,6 +11,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from fedveil.cli.jobs import Job
+from fedveil.cli.options import Format
 from fedveil.cli.shell import out
 from fedveil.ledger import figure
 
@@ -26,6 +27,14 @@ def _short(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _short(item) for key, item in value.items()}
     return [_short(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def summary(figures: Mapping[str, Any], format: Format) -> None:
+    """What came of one run."""
+    if format is Format.json:
+        as_json(figures)
+    else:
+        pairs((key.replace("_", " "), value) for key, value in figures.items() if value is not None)
 
 
 def pairs(rows: Iterable[tuple[str, object]]) -> None:

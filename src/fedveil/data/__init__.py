@@ -2,13 +2,14 @@
 
 from fedveil.data.files import DataMissing
 from fedveil.data.sets import SETS, Data, from_dataset, from_folder, from_tensors, load
-from fedveil.data.splits import SPLITS, Split, split
+from fedveil.data.splits import SPLITS, Share, Split, split
 
 __all__ = [
     "SETS",
     "SPLITS",
     "Data",
     "DataMissing",
+    "Share",
     "Split",
     "from_dataset",
     "from_folder",

@@ -34,6 +34,7 @@ class Split:
     order: Ints  # [N] record indices, client by client
     starts: Ints  # [K + 1]
     kind: str
+    most: int | None = None  # the public bound on a client's records; where it is None, what the largest holds
 
     def __post_init__(self) -> None:
         if self.order.dtype != np.int64 or self.starts.dtype != np.int64:
@@ -42,6 +43,12 @@ class Split:
             raise ValueError(f"The starts of a split do not go from 0 to its {len(self.order):,} records.")
         if (self.sizes < 1).any():
             raise ValueError(f"Client {int(np.argmin(self.sizes))} of a {self.kind!r} split holds no record.")
+        self._check_most()
+
+    def _check_most(self) -> None:
+        if self.most is not None and self.sizes.max() > self.most:
+            k = int(np.argmax(self.sizes))
+            raise ValueError(f"Client {k} holds {self.sizes[k]:,} records, but split.most is {self.most:,}; raise it.")
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -56,6 +63,11 @@ class Split:
     def sizes(self) -> Ints:
         """The number of records of each client, [K]."""
         return np.diff(self.starts)
+
+    @property
+    def largest(self) -> int:
+        """The most records that any client may hold, which is public."""
+        return int(self.sizes.max()) if self.most is None else self.most
 
     def counts(self, y: Tensor | Ints, classes: int) -> Ints:
         """How many records of each class each client holds, [K, classes], for labels y [n]."""
@@ -107,6 +119,31 @@ class Split:
         if len(names) > 1:
             figure.legend(loc="outside right upper", frameon=False, fontsize=8)
         return figure
+
+
+@dataclass(frozen=True, eq=False)
+class Share(Split):
+    """A split as one party of a deployment knows it: how many clients there are, the most records that any holds, and
+    its own ones. Sizes of the others are unknown and read 0."""
+
+    @staticmethod
+    def of(client: int | None, clients: int, records: int, most: int) -> Share:
+        """Client `client` of `clients` holds all `records` records of its data set; None is the server, with none."""
+        if client is not None and not 0 <= client < clients:
+            raise ValueError(f"There is no client {client}; there are {clients}, from 0.")
+        starts = np.zeros(clients + 1, np.int64)
+        if client is not None:
+            starts[client + 1 :] = records
+        return Share(np.arange(starts[-1]), starts, "held", most)
+
+    def __post_init__(self) -> None:
+        self._check_most()
+
+    def __getitem__(self, k: int) -> Ints:
+        own = super().__getitem__(k)
+        if not len(own):
+            raise IndexError(f"The records of client {k} are not held here.")
+        return own
 
 
 def split(kind: str, data: Data, clients: int | None, seed: Seed, **options: Any) -> Split:

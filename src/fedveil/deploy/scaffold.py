@@ -1,0 +1,79 @@
+"""A folder that holds a whole deployment: a Flower app, its recipe, and certificates and keys for a rehearsal."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import shutil
+import tempfile
+from importlib import resources
+from pathlib import Path
+
+from fedveil import data
+from fedveil.recipe import Recipe
+
+ABSENT = "Flower is not installed; run: pip install 'fedveil[flower]'"
+COPIED = ("README.md", "pyproject.toml", "app/__init__.py", "app/server.py", "app/client.py", "app/data.py")
+IGNORED = ("keys/", "certificates/", "clients/", "run/", "logs/", ".lock", "__pycache__/")
+HEAD = """\
+# Everybody has this file: the server and every client. Public are thus all of its keys, among them
+# split.clients, how many clients there are, and split.most, the most records that one of them may hold.
+
+"""
+
+
+def init(folder: Path, plan: Recipe, clients: int) -> None:
+    """Write a deployment of `plan` with `clients` clients to `folder`, which must be new or empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is not empty; choose a new folder")
+    if not importlib.util.find_spec("flwr"):
+        raise ImportError(ABSENT)
+    plan = fitted(plan, clients)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        _write(beside, plan)
+        beside.chmod(0o755)
+        beside.rename(folder)  # all or nothing
+    except BaseException:
+        shutil.rmtree(beside)
+        raise
+
+
+def fitted(plan: Recipe, clients: int) -> Recipe:
+    """The recipe for so many clients, with the public bound on what one holds as it is in the rehearsal's data."""
+    if clients < 1:
+        raise ValueError(f"a deployment needs at least one client, not {clients}")
+    name = plan.task.data if plan.task.data in data.SETS else str(Path(plan.task.data).expanduser().absolute())
+    plan = dataclasses.replace(
+        plan,
+        task=dataclasses.replace(plan.task, data=name),
+        split=dataclasses.replace(plan.split, clients=clients),
+    )
+    loaded = data.load(name, **plan.task.data_options)
+    task = plan.on(loaded)
+    if len(task.clients) < clients:
+        raise ValueError(f"{plan.task.data} has {len(task.clients)} natural clients, not {clients}; use fewer")
+    plan = dataclasses.replace(
+        plan,
+        split=dataclasses.replace(plan.split, most=plan.split.most or task.largest),
+        cohort=dataclasses.replace(plan.cohort, size=min(plan.cohort.size, clients)),
+    )
+    plan.method.begin(plan.party(loaded, None))  # says what does not suit
+    return plan
+
+
+def _write(folder: Path, plan: Recipe) -> None:
+    from fedveil.deploy import keys
+
+    source = resources.files("fedveil") / "deploy" / "template"
+    for name in ("app", "certificates", "keys"):
+        (folder / name).mkdir(mode=0o700 if name == "keys" else 0o755)
+    for name in COPIED:
+        (folder / name).write_bytes((source / name).read_bytes())
+    (folder / ".gitignore").write_text("".join(f"{name}\n" for name in IGNORED))
+    (folder / "app" / "recipe.toml").write_text(HEAD + plan.toml(), encoding="utf-8")
+    keys.certificates(folder / "certificates")
+    for k in range(plan.split.clients):
+        keys.node_key(folder / "keys" / f"node-{k}")
+        keys.identity(folder / "keys" / f"identity-{k}")

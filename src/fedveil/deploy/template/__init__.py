@@ -1,0 +1,1 @@
+"""What `fedveil deploy init` copies."""

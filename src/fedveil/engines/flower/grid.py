@@ -1,0 +1,174 @@
+"""The server's side: an engine whose clients are nodes of a Flower grid."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from flwr.app import Message, MessageType
+from flwr.serverapp import Grid
+
+from fedveil.clients import Clients, Letter, Reply
+from fedveil.engines import kept
+from fedveil.engines.flower import wire
+from fedveil.message import Refused
+
+LEARNING = 60.0  # seconds a node has to say which partition it is
+TOLD_EVERY = 5.0  # seconds
+note = logging.getLogger("fedveil").info
+
+
+class Flower:
+    """Carries questions to the nodes of a Flower grid; client k is the node that is partition k.
+
+    grid:      what Flower gives to a server app
+    patience:  seconds to wait for nodes, and for answers where the run has no deadline
+    nodes:     how many nodes must be there before the run begins; None: one for each client of the task
+    poll:      seconds between two looks for answers
+    tell:      called with a sentence while nodes are waited for
+    simulated: what clients keep travels with the messages, what they measure is taken, and time limits are not real
+    alive:     called while answers are waited for; raises if there is nobody left to give them
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        patience: float = 600.0,
+        nodes: int | None = None,
+        *,
+        poll: float = 1.0,
+        tell: Callable[[str], object] = note,
+        simulated: bool = False,
+        alive: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.grid, self.patience, self.nodes, self.poll, self.tell = grid, patience, nodes, poll, tell
+        self.simulated, self.alive = simulated, alive
+        self._clients: Clients | None = None
+        self._kept: dict[int, bytes] = {}
+        self._node: dict[int, int] = {}  # partition -> node id
+
+    def open(self, clients: Clients) -> None:
+        """Wait until the nodes are there. Raises TimeoutError."""
+        self._clients, self._kept = clients, {}
+        wanted = len(clients.task.clients) if self.nodes is None else self.nodes
+        end, told = time.monotonic() + self.patience, time.monotonic()
+        self._learn()
+        while len(self._node) < wanted:
+            now = time.monotonic()
+            if now > end:
+                raise TimeoutError(
+                    f"{len(self._node)} of {wanted} Flower nodes were there after {self.patience:g} s; "
+                    "start the others, or let the run begin with fewer nodes"
+                )
+            if now - told > TOLD_EVERY:
+                told = now
+                self.tell(f"waiting for Flower nodes, {len(self._node)} of {wanted} are there")
+            time.sleep(self.poll)
+            self._learn()
+
+    def close(self) -> None:
+        """The grid is whoever's it was."""
+
+    def deliver(self, letters: Sequence[Letter], deadline: float | None) -> Iterable[Reply]:
+        """Ask every node at once and take what answers there are in time; whoever has none says why."""
+        assert self._clients
+        present = set(self.grid.get_node_ids())
+        if any(self._node.get(letter.client) not in present for letter in letters):
+            self._learn()
+        timeout = self.patience if deadline is None or self.simulated else deadline
+        replies, messages, sizes = [], {}, {}
+        for letter in letters:
+            k = letter.client
+            if k not in self._node:
+                replies.append(Reply(k, problem=f"failed: no Flower node says that it is partition {k}"))
+                continue
+            values = {"frame": letter.frame}
+            messages[k] = Message(wire.content(values, self._keeps(k)), self._node[k], MessageType.TRAIN, ttl=timeout)
+            sizes[k] = wire.size(messages[k])
+        for k, came in self._exchange(messages, timeout).items():
+            replies.append(self._read(k, came, sizes[k], timeout))
+        return sorted(replies, key=lambda reply: reply.client)
+
+    def _read(self, client: int, came: Message | str | None, down: int, timeout: float) -> Reply:
+        if not isinstance(came, Message):
+            problem = came or f"late: no answer within {timeout:g} s"
+            return Reply(client, problem=problem, wire_down=down)
+        reply = wire.read_answer(came, client, self.simulated)
+        if self.simulated and not reply.problem:
+            self._keep(client, came)
+        return replace(reply, wire_up=wire.size(came), wire_down=down)
+
+    # ------------------------------------------------------------------------------------------------ messages
+
+    def _exchange(self, messages: Mapping[int, Message], timeout: float) -> dict[int, Message | str | None]:
+        """Send each message and wait for its answer: that, or why there is none, or None if it is late.
+
+        One at a time, so that a message which Flower cannot take or read costs its own client only.
+        """
+        came: dict[int, Message | str | None] = dict.fromkeys(messages)
+        end = time.monotonic() + timeout
+        waiting: dict[int, str] = {}
+        for k, message in messages.items():
+            try:
+                pushed = list(self.grid.push_messages([message]))
+                if pushed and pushed[0]:
+                    waiting[k] = pushed[0]
+                else:
+                    came[k] = "failed: Flower did not take the question"
+            except Exception as error:
+                came[k] = Clients.problem(error)
+        while waiting and time.monotonic() < end:
+            self.alive()
+            for k, number in list(waiting.items()):
+                try:
+                    came[k] = next(iter(self.grid.pull_messages([number])), None)
+                except Exception as error:
+                    came[k] = f"refused: malformed: Flower cannot read the answer ({type(error).__name__})"
+                if came[k] is not None:
+                    del waiting[k]
+            if waiting:
+                time.sleep(self.poll)
+        return came
+
+    def _learn(self) -> None:
+        """Which node is which partition: ask the nodes that have not said so. The first one to say so counts."""
+        present = set(self.grid.get_node_ids())
+        self._node = {k: node for k, node in self._node.items() if node in present}
+        strangers = sorted(present - set(self._node.values()))
+        asked = {n: Message(wire.content({}), n, MessageType.QUERY, ttl=LEARNING) for n in strangers}
+        for node, came in self._exchange(asked, min(LEARNING, self.patience)).items():
+            try:
+                if not isinstance(came, Message):
+                    raise Refused("malformed", came or "it did not answer")
+                self._enter(node, wire.take(came, "partition", int))
+            except Refused as error:
+                self.tell(f"Flower node {node} did not say which partition it is: {error}")
+
+    def _enter(self, node: int, partition: int) -> None:
+        assert self._clients
+        if not 0 <= partition < len(self._clients.task.clients):
+            self.tell(f"Flower node {node} says that it is partition {partition}, which no client of this run is")
+        elif self._node.setdefault(partition, node) != node:
+            self.tell(
+                f"Flower node {node} says that it is partition {partition}, and so did node {self._node[partition]}"
+            )
+
+    # ------------------------------------------------------------------------------------------------ a simulation
+
+    def _keeps(self, client: int) -> bytes:
+        """What a simulated client keeps, as it is sent along."""
+        assert self._clients
+        if not self.simulated:
+            return b""
+        if client not in self._kept and (entries := self._clients.memory.entries.get(client)):
+            return kept.pack_memory(self._clients.run, client, entries)
+        return self._kept.get(client, b"")
+
+    def _keep(self, client: int, came: Message) -> None:
+        assert self._clients
+        frame = wire.take(came, "frame", bytes, b"", wire.KEPT)
+        self._kept[client] = frame
+        if frame and (entries := kept.entries(frame)):
+            self._clients.memory.entries[client] = entries

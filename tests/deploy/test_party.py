@@ -1,0 +1,143 @@
+"""The apps of a deployment on a grid in this process: who loads what, where state goes, and what is refused."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+import fedveil as fv
+from fedveil import recipe
+from fedveil.deploy import scaffold
+from fedveil.engines.local import Local
+from fedveil.runs import RunError, read_checkpoint
+
+pytest.importorskip("flwr")
+
+from flwr.app import Context, RecordDict
+
+from deploy.apps import loader
+from engines.grids import Nodes
+from fedveil.deploy import party
+
+CONFIG = {"rounds": 0, "nodes": 0, "patience": 600.0, "device": "cpu", "out": "run"}
+
+
+class Federation:
+    """A deployment whose nodes are in this process."""
+
+    def __init__(self, folder, source, *changes, clients=2):
+        scaffold.init(folder, recipe.read(source, ["rounds=2", *changes]), clients)
+        self.folder, self.path, self.loaded = folder, folder / "app" / "recipe.toml", []
+        self.load, self.plan = loader(folder), recipe.read(str(self.path))
+        self.grid = Nodes(party.client_app(self.path, self.noted), range(clients))
+        for node, context in self.grid.contexts.items():
+            context.node_config["memory"] = f"clients/{node}"
+
+    def noted(self, partition, partitions):
+        self.loaded.append((partition, partitions))
+        return self.load(partition, partitions)
+
+    def start(self, **config):
+        """One run of the server's app, in the folder."""
+        party.server_app(self.path, self.noted)(self.grid, Context(7, 0, {}, RecordDict(), {**CONFIG, **config}))
+
+    @property
+    def rows(self):
+        return fv.Ledger.read(self.folder / "run" / "ledger.jsonl").rows
+
+    @property
+    def weights(self):
+        newest = max((self.folder / "run").glob("checkpoint-*.fv"))
+        return read_checkpoint(newest.read_bytes()).state.weights
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """What a server's app does to the logger ends with it."""
+    log = logging.getLogger("fedveil")
+    before = log.handlers, log.propagate, log.level
+    yield
+    log.handlers, log.propagate, log.level = before
+
+
+@pytest.fixture
+def federation(tmp_path, monkeypatch):
+    made = Federation(tmp_path / "federation", "digits/scaffold", "method.local.epochs=1")
+    monkeypatch.chdir(made.folder)
+    return made
+
+
+def test_a_deployment_ends_where_a_simulation_does_and_goes_on_where_it_stood(federation):
+    federation.start()
+    federation.start(rounds=4)
+    plan = federation.plan
+    whole = fv.run(plan.build(), plan.method, rounds=4, cohort=plan.cohort, engine=Local(stack=1, workers=1))
+    assert torch.equal(federation.weights, whole.weights)
+    assert [row.metrics for row in federation.rows] == [row.metrics for row in whole.ledger.rows]
+
+
+def test_everybody_loads_its_own_data_only(federation):
+    federation.start()
+    assert set(federation.loaded) == {(None, 2), (0, 2), (1, 2)}
+    assert federation.loaded.count((None, 2)) == 1
+    environment = json.loads((federation.folder / "run" / "environment.json").read_text())
+    assert (environment["engine"], environment["nodes"]) == ("deployment", 2)
+    assert recipe.read(str(federation.folder / "run" / "recipe.toml")) == federation.plan
+    kept = sorted((federation.folder / "clients").glob("*/*.fv"))
+    assert len(kept) == 2  # each client's memory is in its own folder, and the server's checkpoint has none
+    newest = max((federation.folder / "run").glob("checkpoint-*.fv"))
+    assert read_checkpoint(newest.read_bytes()).memory == {}
+
+
+def test_a_run_of_another_recipe_is_not_gone_on_with(federation):
+    federation.start()
+    before = federation.weights
+    text = federation.path.read_text()
+    federation.path.write_text(text.replace("lr = 0.3", "lr = 0.2"))
+    with pytest.raises(RunError, match="run holds a run of another recipe; choose another folder with 'out'"):
+        federation.start(rounds=3)
+    assert torch.equal(federation.weights, before)
+    federation.start(rounds=1, out="another")
+    assert (federation.folder / "another" / "ledger.jsonl").exists()
+
+
+def test_what_a_client_lacks_costs_its_answers_and_the_reason_stays_with_it(federation):
+    node = next(n for n, context in federation.grid.contexts.items() if context.node_config["partition-id"] == 1)
+    del federation.grid.contexts[node].node_config["memory"]
+    federation.start()
+    assert [row.missing for row in federation.rows] == [{"1": "failed: ValueError; the client's log says more"}] * 2
+    assert [list(row.up) for row in federation.rows] == [["0"]] * 2
+
+
+def test_a_client_with_more_records_than_is_public_does_not_answer(federation):
+    text = federation.path.read_text()
+    federation.path.write_text(text.replace("most = 719", "most = 718"))  # of 1,437 records one client has 719
+    federation.start(rounds=1)
+    assert [row.missing for row in federation.rows] == [{"1": "failed: ValueError; the client's log says more"}]
+
+
+def test_a_server_that_waits_in_vain_says_for_whom(federation, capsys):
+    federation.grid.contexts.popitem()
+    with pytest.raises(TimeoutError):
+        federation.start(patience=0.01)
+    assert "fedveil: 1 of 2 Flower nodes were there after 0.01 s" in capsys.readouterr().err
+
+
+def test_a_run_may_begin_with_fewer_nodes(federation):
+    federation.grid.contexts.popitem()
+    federation.start(nodes=1, rounds=1, patience=5.0)
+    (row,) = federation.rows
+    assert [reason.partition(" Flower")[0] for reason in row.missing.values()] == ["failed: no"]
+    assert len(row.up) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in recipe.names() if name.startswith("digits/")])
+def test_every_recipe_runs_with_clients_that_hold_their_own_records_and_a_server_that_holds_none(
+    name, tmp_path, monkeypatch
+):
+    made = Federation(tmp_path / "federation", name, "cohort.size=4", "cohort.drop=0.0", clients=4)
+    monkeypatch.chdir(made.folder)
+    made.start()
+    assert [(row.missing, row.events, len(row.up)) for row in made.rows] == [({}, [], 4)] * 2

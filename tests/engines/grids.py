@@ -1,0 +1,227 @@
+"""Flower grids for tests: one in this process that misbehaves on request, and apps for one simulation of many runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import time
+import tomllib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.message_pb2 import Message as Proto
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+from torch import Tensor
+
+import fedveil as fv
+from fedveil import recipe
+from fedveil.clients import Clients, Letter
+from fedveil.engines.flower import Flower, client_app, wire
+from fedveil.engines.flower import app as client_side
+
+
+@dataclass(frozen=True)
+class Made:
+    """Makes the clients of a test; two are the same if they have one label."""
+
+    label: str
+    clients: Any = None
+
+    def __call__(self, context: Context) -> Clients:
+        return self.clients
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Made) and self.label == other.label
+
+    def __hash__(self) -> int:
+        return hash(self.label)
+
+
+def made(task: fv.Task, method: fv.Method, seed: int = 0, secret: fv.Seed | None = None) -> Made:
+    clients = Clients(method, task, bytes(8), fv.Seed.root(seed), secret)
+    return Made(str(id(clients)), clients)
+
+
+class Nodes(Grid):
+    """Nodes in this process. Messages cross as bytes, and every one is answered as if by a process of its own.
+
+    change: (node, reply) -> reply, None for a node that never answers, or an exception that Flower raises at the reply
+    """
+
+    def __init__(
+        self, app: ClientApp, partitions: Iterable[int], change: Callable[[int, Message], Any] | None = None
+    ) -> None:
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 7, 1
+        self.app, self.change, self.replies = app, change, {}
+        self.contexts: dict[int, Context] = {}
+        self.questions: list[Message] = []
+        for partition in partitions:
+            self.join(partition, 1000 - 7 * partition)
+
+    def join(self, partition: Any, node: int) -> None:
+        self.contexts[node] = Context(7, node, {"partition-id": partition}, RecordDict(), {})
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        numbers = []
+        for message in messages:
+            node, number = message.metadata.dst_node_id, str(len(self.replies))
+            message.metadata.__dict__["_message_id"] = number
+            client_side._made.clear()
+            crossed = _crossed(message)
+            if message.metadata.message_type == "train":
+                self.questions.append(crossed)
+            reply = self.app(crossed, self.contexts[node])
+            if self.change:
+                reply = self.change(node, reply)
+            self.replies[number] = _crossed(reply) if isinstance(reply, Message) else reply
+            numbers.append(number)
+        return numbers
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        found = [self.replies[number] for number in message_ids]
+        for reply in found:
+            if isinstance(reply, Exception):
+                raise reply
+        return [reply for reply in found if reply is not None]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        return self.pull_messages(self.push_messages(messages))
+
+    def get_node_ids(self) -> Iterable[int]:
+        return set(self.contexts)
+
+    def set_run(self, run: Any) -> None: ...
+
+    def create_message(self, *_: Any, **__: Any) -> Message:
+        raise NotImplementedError
+
+    @property
+    def run(self) -> Any:
+        raise NotImplementedError
+
+
+def _crossed(message: Message) -> Message:
+    return message_from_proto(Proto.FromString(message_to_proto(message).SerializeToString()))
+
+
+# ---------------------------------------------------------------------------------------------------- one Ray
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Makes the clients of whichever run this is, from what the server's side wrote down when it began."""
+
+    file: str
+
+    def __call__(self, context: Context) -> Clients:
+        build, method, seed, secret = pickle.loads(Path(self.file).read_bytes())
+        return Clients(method, build(), bytes(8), seed, secret)
+
+
+@dataclass(frozen=True)
+class AnyRun:
+    """A client app's answer in a simulation of many runs."""
+
+    folder: str
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        frame = wire.take(message, "frame", bytes)
+        return client_app(Recorded(f"{self.folder}/{Letter.read(frame).envelope.run.hex()}"))(message, context)
+
+
+def any_run(folder: Path) -> ClientApp:
+    app = client_app(Recorded(""))
+    app._registered_funcs["train.default"] = AnyRun(str(folder))
+    return app
+
+
+class Recording:
+    """An engine on such a simulation; `build` makes the task in each of its processes."""
+
+    def __init__(self, engine: Flower, folder: Path, build: Callable[[], fv.Task]) -> None:
+        self.engine, self.folder, self.build = engine, folder, build
+
+    def open(self, clients: Clients) -> None:
+        written = pickle.dumps((self.build, clients.method, clients.seed, clients.secret))
+        (self.folder / clients.run.hex()).write_bytes(written)
+        self.engine.nodes = len(clients.task.clients)
+        self.engine.open(clients)
+        self.deliver, self.close = self.engine.deliver, self.engine.close
+
+
+@dataclass(frozen=True)
+class FromToml:
+    """Makes a recipe's task."""
+
+    toml: str
+
+    def __call__(self) -> fv.Task:
+        return recipe.parse(tomllib.loads(self.toml)).build()
+
+
+class Failing(fv.FedAvg):
+    """Client 2 fails."""
+
+    def update(self, crowd: fv.Crowd, w: Tensor) -> Tensor:
+        if 2 in crowd.clients:
+            raise ArithmeticError("client 2 divides by zero")
+        return super().update(crowd, w)
+
+
+# ---------------------------------------------------------------------------------------------------- processes
+
+
+def descendants(root: int) -> set[int]:
+    """The processes below one, by id (Linux)."""
+    below: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            below.setdefault(int(entry.read_text().rpartition(")")[2].split()[1]), []).append(int(entry.parts[2]))
+    found, left = set(), [root]
+    while left:
+        children = below.get(left.pop(), [])
+        found.update(children)
+        left += children
+    return found
+
+
+def alive(processes: Iterable[int]) -> list[str]:
+    """Which of them are still there, by their command; a zombie is not."""
+    found = []
+    for pid in processes:
+        with contextlib.suppress(OSError):
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if state != "Z":
+                found.append(f"{pid} " + Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip())
+    return found
+
+
+def gone(processes: Iterable[int], seconds: float = 10.0) -> list[str]:
+    """Who of them is left after so many seconds at most."""
+    end = time.monotonic() + seconds
+    while (left := alive(processes)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return left
+
+
+def peers(processes: Iterable[int]) -> set[str]:
+    """Every address at which some processes listen or to which they are connected, as Linux writes it."""
+    sockets = set()
+    for pid in processes:
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            with contextlib.suppress(OSError):
+                sockets.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, remote, state, *more = line.split()
+            if more[5] in sockets:
+                found.add((local if state == "0A" else remote).partition(":")[0])
+    return found

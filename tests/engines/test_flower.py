@@ -1,0 +1,396 @@
+"""The Flower engine on a grid in this process: what crosses, what is kept, and nodes that misbehave."""
+
+import re
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from flwr.app import ConfigRecord, Error, Message, RecordDict
+from typer.testing import CliRunner
+
+import fedveil as fv
+from engines.grids import Nodes, made
+from fedveil import cli, message
+from fedveil.engines import Local
+from fedveil.engines.flower import Flower, client_app, wire
+from fedveil.engines.flower import app as client_side
+from fedveil.message import Envelope
+from fedveil.runs import RunFolder
+from toys import LastReference, Plain, Twice, linear_task
+
+METHODS = [fv.FedAvg(), fv.Scaffold(), Twice(), LastReference()]
+LOCAL = {"engine": Local(stack=1, workers=1)}
+
+
+def name(method):
+    return method.name
+
+
+def on_flower(method, tmp_path=None, change=None, rounds=2, task=None, patience=600.0, **more):
+    """A run on nodes in this process: simulated, or with a folder as deployed."""
+    task = task or linear_task(3)
+    memory = (lambda context: tmp_path / str(context.node_id)) if tmp_path else None
+    grid = Nodes(client_app(made(task, method), memory), range(len(task.clients)), change)
+    told = []
+    engine = Flower(grid, patience, poll=0.001, tell=told.append, simulated=tmp_path is None)
+    result = fv.run(task, method, rounds=rounds, cohort=len(task.clients), engine=engine, **more)
+    return result, grid, told
+
+
+@pytest.mark.parametrize("deployed", [False, True])
+@pytest.mark.parametrize("method", METHODS, ids=name)
+def test_a_run_is_the_same_as_on_the_local_engine(method, deployed, tmp_path):
+    local = fv.run(linear_task(3), method, rounds=3, cohort=3, **LOCAL)
+    flower, _, _ = on_flower(method, tmp_path if deployed else None, rounds=3)
+    assert torch.equal(local.weights, flower.weights)
+    for one, other in zip(local.ledger.rows, flower.ledger.rows, strict=True):
+        assert (one.up, one.down, one.missing, one.events) == (other.up, other.down, other.missing, other.events)
+        assert one.metrics == other.metrics
+        assert other.passes == (0 if deployed else one.passes)
+
+
+def test_the_ledger_counts_flowers_bytes_too():
+    result, grid, _ = on_flower(fv.Scaffold(), rounds=3)
+    for row in result.ledger.rows:
+        assert row.bytes_up < row.wire_up < row.bytes_up + 3 * 500
+        assert row.bytes_down < row.wire_down < row.bytes_down + 3 * 500
+    question = grid.questions[-1]
+    assert wire.KEPT in question.content  # what a simulated client keeps is there, and not counted
+    assert wire.size(question) < len(question.content[wire.OURS]["frame"]) + 200
+
+
+def test_figures_may_be_whole_numbers_and_are_left_out_if_not_finite():
+    class Counting(fv.FedAvg):
+        def update(self, crowd, w):
+            crowd.measure(
+                count=torch.tensor([3] * len(crowd)), none=torch.full((len(crowd),), torch.nan), half=w[:1] + 0.5
+            )
+            return super().update(crowd, w)
+
+    result, _, _ = on_flower(Counting(), rounds=1)
+    assert not result.ledger.rows[0].missing
+    assert result.ledger.rows[0].metrics["count"] == 3
+    assert "none" not in result.ledger.rows[0].metrics
+
+
+def test_a_deployed_clients_memory_is_its_own_file_and_leaves_nothing_in_the_messages(tmp_path):
+    result, grid, _ = on_flower(fv.Scaffold(), tmp_path)
+    files = sorted(tmp_path.glob("*/*.fv"))
+    assert len(files) == 3
+    assert {file.parent.stat().st_mode & 0o777 for file in files} == {0o700}
+    assert all(set(question.content) == {wire.OURS} for question in grid.questions)
+    assert all(set(reply.content) == {wire.OURS} for reply in grid.replies.values())
+    assert not any(key in reply.content[wire.OURS] for reply in grid.replies.values() for key in ("passes", "values"))
+    assert not result.ledger.rows[-1].missing
+
+
+def test_a_damaged_memory_file_is_lost_state_and_not_a_new_beginning(tmp_path):
+    def damage(node, reply):
+        for file in (tmp_path / "1000").glob("*.fv"):
+            file.write_bytes(file.read_bytes()[:-1] + b"?")
+        return reply
+
+    result, _, _ = on_flower(fv.Scaffold(), tmp_path, damage)
+    assert not result.ledger.rows[0].missing
+    assert list(result.ledger.rows[1].missing) == ["0"]
+    assert "refused: lost state" in result.ledger.rows[1].missing["0"]
+
+
+@dataclass(frozen=True)
+class Secretive(Twice):
+    """Notes an object that no record can hold."""
+
+    name: ClassVar[str] = "toy-secretive"
+
+    def first(self, crowd, question):
+        answers = super().first(crowd, question)
+        for note in crowd.notes:
+            note["own"] = (note["own"],)
+        return answers
+
+
+del fv.METHODS[Secretive.name]
+
+
+@pytest.mark.parametrize("deployed", [False, True])
+def test_a_note_of_another_type_is_a_secret_that_leaves_no_process(deployed, tmp_path):
+    result, _, _ = on_flower(Secretive(), tmp_path if deployed else None, rounds=1)
+    assert {reason.split(";")[0] for reason in result.ledger.rows[0].missing.values()} == {
+        "refused: lost state: 'own' of round 1 is gone"
+    }
+    for file in tmp_path.glob("*/*.fv"):
+        assert b"own" not in file.read_bytes()
+
+
+@dataclass(frozen=True)
+class Noting(Twice):
+    """Notes one value of every kind that is carried, and finds the same."""
+
+    name: ClassVar[str] = "toy-noting"
+    values: ClassVar[dict] = {"i": 3, "f": 0.5, "s": "ü", "b": b"\0\1", "t": True, "n": None, "e": b""}
+
+    def first(self, crowd, question):
+        for note in crowd.notes:
+            note.update(self.values, record=Plain(torch.arange(8.0)))
+        return super().first(crowd, question)
+
+    def second(self, crowd, question):
+        for note in crowd.notes:
+            assert {key: note[key] for key in self.values} == self.values
+            assert {key: type(note[key]) for key in self.values} == {k: type(v) for k, v in self.values.items()}
+            assert torch.equal(note["record"].weights, torch.arange(8.0))
+        return super().second(crowd, question)
+
+
+del fv.METHODS[Noting.name]
+
+
+def test_every_kind_of_note_is_carried_to_another_process(tmp_path):
+    assert not on_flower(Noting(), tmp_path)[0].ledger.rows[-1].missing
+
+
+def test_a_resumed_run_finds_the_memories_of_simulated_clients_in_its_checkpoint(tmp_path):
+    whole = fv.run(linear_task(3), fv.Scaffold(), rounds=4, cohort=3, **LOCAL)
+    on_flower(fv.Scaffold(), rounds=2, folder=tmp_path)
+    resumed, _, _ = on_flower(fv.Scaffold(), rounds=4, folder=tmp_path)
+    assert torch.equal(whole.weights, resumed.weights)
+
+
+def test_a_restarted_server_finds_deployed_clients_with_their_memories(tmp_path):
+    whole = fv.run(linear_task(3), fv.Scaffold(), rounds=4, cohort=3, **LOCAL)
+    on_flower(fv.Scaffold(), tmp_path / "clients", rounds=3, folder=tmp_path / "server")
+    (tmp_path / "server" / "checkpoint-00000003.fv").unlink()  # as if it was killed before it could write that
+    resumed, _, _ = on_flower(fv.Scaffold(), tmp_path / "clients", rounds=4, folder=tmp_path / "server")
+    assert torch.equal(whole.weights, resumed.weights)
+    with_memory = RunFolder(tmp_path / "server")
+    assert with_memory.load().memory == {}  # what clients keep is theirs
+    with_memory.close()
+
+
+# ---------------------------------------------------------------------------------------------------- hostile
+
+
+def ours(**values):
+    return RecordDict({wire.OURS: ConfigRecord(values)})
+
+
+HOSTILE = {
+    "nothing": (lambda: RecordDict(), "refused: truncated"),
+    "no frame": (lambda: ours(problem=""), "refused: truncated"),
+    "a frame that is text": (lambda: ours(frame="FV"), "refused: malformed: the Flower message has no 'frame'"),
+    "a list of frames": (lambda: ours(frame=[b"FV", b"FV"]), "refused: malformed"),
+    "garbage": (lambda: ours(frame=b"\x80\x04pickle" * 9), "refused: not a frame"),
+    "a problem that is a number": (lambda: ours(frame=b"", problem=3), "refused: malformed"),
+    "a long problem": (lambda: ours(frame=b"", problem="x \n" * 9999), "x x x"),
+}
+FIGURES = {
+    "passes below zero": {"passes": -1},
+    "passes beyond belief": {"passes": 2**62},
+    "true passes": {"passes": True},
+    "a figure that is no number": {"names": ["a"], "values": [float("nan")]},
+    "a figure too many": {"names": ["a"], "values": [1.0, 2.0]},
+    "numbers for names": {"names": [1], "values": [1.0]},
+    "whole numbers for figures": {"names": ["a"], "values": [1]},
+    "a long name": {"names": ["a" * 999], "values": [1.0]},
+    "very many figures": {"names": [str(i) for i in range(2000)], "values": [1.0] * 2000},
+    "a text for figures": {"names": "a", "values": [1.0]},
+}
+
+
+@pytest.mark.parametrize("case", [*HOSTILE, *FIGURES])
+def test_a_hostile_reply_is_refused_by_name_and_costs_its_own_client_only(case):
+    def change(node, reply):
+        if node != 1000 or "partition" in reply.content[wire.OURS]:
+            return reply
+        if case in FIGURES:
+            reply.content[wire.OURS].update(FIGURES[case])
+            return reply
+        return Message(HOSTILE[case][0](), reply_to=grid_question(reply))
+
+    result, _, _ = on_flower(fv.FedAvg(), change=change, rounds=1)
+    (row,) = result.ledger.rows
+    assert list(row.missing) == ["0"]
+    assert row.missing["0"].startswith(HOSTILE[case][1] if case in HOSTILE else "refused: malformed")
+    assert len(row.missing["0"]) < 500
+    others = fv.run(linear_task(3), fv.FedAvg(), rounds=1, cohort=3, **LOCAL)
+    assert row.passes <= others.ledger.rows[0].passes
+
+
+def grid_question(reply):
+    """A message like the one that was answered, to reply to once more."""
+    return Message(RecordDict(), reply.metadata.src_node_id, "train")
+
+
+def test_a_deployed_client_cannot_put_figures_into_the_ledger(tmp_path):
+    def boast(node, reply):
+        reply.content[wire.OURS].update({"passes": 10**9, "names": ["accuracy"], "values": [1.0]})
+        return reply
+
+    result, _, _ = on_flower(fv.FedAvg(), tmp_path, boast, target=0.999, evaluate_every=2)
+    assert len(result.ledger.rows) == 2
+    assert not result.ledger.rows[0].metrics
+    assert [row.passes for row in result.ledger.rows] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (
+            lambda reply: Message(Error(5, "node is\ngone"), reply_to=grid_question(reply)),
+            "Flower's error 5: node is gone",
+        ),
+        (lambda reply: KeyError("no such object"), "refused: malformed: Flower cannot read the answer (KeyError)"),
+        (lambda reply: None, "late: no answer within 0.2 s"),
+    ],
+)
+def test_a_node_that_fails_is_missing_with_flowers_reason(fault, reason, tmp_path):
+    def change(node, reply):
+        return reply if node != 1000 or "partition" in reply.content[wire.OURS] else fault(reply)
+
+    result, _, _ = on_flower(fv.FedAvg(), tmp_path, change, rounds=1, patience=0.2)
+    (row,) = result.ledger.rows
+    assert list(row.missing) == ["0"]
+    assert reason in row.missing["0"]
+    assert row.wire_down > row.bytes_down > 0
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+def test_a_deadline_is_real_in_a_deployment_only(simulated, tmp_path):
+    class Slow(Nodes):
+        def pull_messages(self, message_ids):
+            found = super().pull_messages(message_ids)
+            self.pulls += 1
+            return found if self.pulls > 60 or "partition" in found[0].content[wire.OURS] else []
+
+    task, plan = linear_task(3), fv.Sampling(size=3, deadline=0.1)
+    memory = None if simulated else lambda context: tmp_path / str(context.node_id)
+    grid = Slow(client_app(made(task, fv.FedAvg()), memory), range(3))
+    grid.pulls = 0
+    late = fv.run(task, fv.FedAvg(), rounds=1, cohort=plan, engine=Flower(grid, poll=0.02, simulated=simulated))
+    told = {} if simulated else dict.fromkeys("012", "late: no answer within 0.1 s")
+    assert late.ledger.rows[0].missing == told
+
+
+# ---------------------------------------------------------------------------------------------------- nodes
+
+
+def test_clients_are_found_by_their_partition_and_found_again_after_they_moved():
+    class Moving(Nodes):
+        def push_messages(self, messages):
+            numbers = super().push_messages(messages)
+            if len(self.questions) == 3 and 1000 in self.contexts:  # after the first round
+                del self.contexts[1000]
+                self.join(0, 5)
+            return numbers
+
+    task = linear_task(3)
+    grid = Moving(client_app(made(task, fv.Scaffold())), range(3))
+    result = fv.run(task, fv.Scaffold(), rounds=3, cohort=3, engine=Flower(grid, poll=0.001, simulated=True))
+    assert not any(row.missing for row in result.ledger.rows)
+    assert {q.metadata.dst_node_id for q in grid.questions[3:]} == {5, 993, 986}
+
+
+def test_a_partition_without_a_node_is_missing():
+    task = linear_task(3)
+    grid = Nodes(client_app(made(task, fv.FedAvg())), range(2))
+    result = fv.run(task, fv.FedAvg(), rounds=1, cohort=3, engine=Flower(grid, nodes=2, poll=0.001, simulated=True))
+    assert result.ledger.rows[0].missing == {"2": "failed: no Flower node says that it is partition 2"}
+
+
+def test_too_few_nodes_are_waited_for_and_then_said():
+    task, told = linear_task(3), []
+    grid = Nodes(client_app(made(task, fv.FedAvg())), range(2))
+    with pytest.raises(TimeoutError, match=r"2 of 3 Flower nodes were there after 0.1 s"):
+        fv.run(task, fv.FedAvg(), rounds=1, cohort=3, engine=Flower(grid, 0.1, poll=0.01, tell=told.append))
+
+
+def test_a_node_that_claims_anothers_partition_gets_no_question():
+    task, told = linear_task(3), []
+    grid = Nodes(client_app(made(task, fv.FedAvg())), range(3))
+    engine = Flower(grid, poll=0.001, tell=told.append, simulated=True)
+    engine.open(made(task, fv.FedAvg()).clients)
+    grid.join(1, 4)
+    grid.join(99, 5)
+    result = fv.run(task, fv.FedAvg(), rounds=1, cohort=3, engine=engine)
+    assert not result.ledger.rows[0].missing
+    assert {q.metadata.dst_node_id for q in grid.questions} == {1000, 993, 986}
+    assert any("says that it is partition 1, and so did node 993" in line for line in told)
+    assert any("partition 99, which no client of this run is" in line for line in told)
+
+
+# ---------------------------------------------------------------------------------------------------- the client's side
+
+
+def asked(frame, tmp_path, method=None, partition=1):
+    """What a deployed client says to some bytes."""
+    grid = Nodes(client_app(made(linear_task(3), method or fv.FedAvg()), lambda c: tmp_path), [partition])
+    (node,) = grid.get_node_ids()
+    (reply,) = grid.send_and_receive([Message(ours(frame=frame), node, "train")])
+    return reply.content[wire.OURS]
+
+
+def train(client=1, round_=1, run=b"run bear"):
+    weights = fv.updates.down.Train(torch.zeros(8))
+    return message.frame(weights, Envelope(run, round_, client))
+
+
+def test_a_client_refuses_what_is_too_long_or_not_for_it(tmp_path):
+    most = client_side.limit(linear_task(3))
+    assert asked(train(), tmp_path)["problem"] == ""
+    assert "refused: too large" in asked(bytes(most + 1), tmp_path)["problem"]
+    assert "refused: not a frame" in asked(bytes(most), tmp_path)["problem"]
+    assert asked(train(client=2), tmp_path)["problem"] == "refused: unknown client: this is client 1, not 2"
+
+
+def test_a_client_refuses_a_round_that_is_over_in_another_process_too(tmp_path):
+    assert asked(train(round_=5), tmp_path)["problem"] == ""
+    assert "refused: wrong round" in asked(train(round_=4), tmp_path)["problem"]
+    assert asked(train(round_=4, run=b"another!"), tmp_path)["problem"] == ""
+
+
+def test_an_exceptions_words_stay_with_a_deployed_client(tmp_path, caplog):
+    class Quoting(fv.FedAvg):
+        def update(self, crowd, w):
+            raise ValueError("the record of Ada Lovelace is odd")
+
+    reply = asked(train(), tmp_path, Quoting())
+    assert reply["problem"] == "failed: ValueError; the client's log says more"
+    assert "Ada Lovelace" in caplog.text
+    assert re.search("Ada", str(dict(reply))) is None
+
+
+# ---------------------------------------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--ray-address", "127.0.0.1:1"], "--ray-address is where Flower's simulation runs; add --engine flower"),
+        (["--engine", "flower", "--stack", "2"], "leave out --stack/--workers"),
+        (["--engine", "flower", "--workers", "2", "--ray-address", "127.0.0.1:1"], "leave out --stack/--workers"),
+        (["--engine", "flower", "--ray-address", "127.0.0.1:1"], "there is no Ray at 127.0.0.1:1; start one"),
+        (["--engine", "flower", "--ray-address", "there"], "the Ray address is 'there'; it is HOST:PORT"),
+    ],
+)
+def test_a_mistake_is_one_sentence(options, said, tmp_path):
+    result = CliRunner().invoke(cli.app, ["run", "digits/fedavg", "--out", str(tmp_path / "run"), *options])
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") <= 2
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "run" / "ledger.jsonl").exists()
+
+
+@pytest.mark.parametrize(("missing", "said"), [("flwr", "the Flower engine is not installed"), ("ray", "needs Ray")])
+def test_an_absent_extra_is_said_with_the_command(missing, said, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, missing, None)
+    if missing == "flwr":
+        monkeypatch.delitem(sys.modules, "fedveil.engines.flower")
+    result = CliRunner().invoke(
+        cli.app, ["run", "digits/fedavg", "--engine", "flower", "--out", str(tmp_path / "run"), "--format", "json"]
+    )
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert "run: pip install 'fedveil[flower]'" in result.stderr
