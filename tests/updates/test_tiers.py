@@ -37,7 +37,7 @@ def test_a_tier_decodes_as_its_codec_does_alone(digits):
     assert crowd.passes == sum(codec.of(k).work().passes for k in clients)
     for k in clients:
         alone = codec.of(k).decode(digits, w[:1], payloads[k : k + 1])
-        torch.testing.assert_close(decoded[k : k + 1], alone, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(decoded[k : k + 1], alone, atol=5e-6, rtol=1e-4)
 
 
 def test_what_a_weak_client_may_send_is_what_the_weak_codec_sends(digits):

@@ -137,6 +137,24 @@ def _ticks(low: float, high: float) -> list[float]:
     return ticks
 
 
+def densities(samples: Mapping[str, Tensor], label: str) -> Figure:
+    """The density of some numbers, a line a sample, and the normal one of deviation 1 to compare with."""
+    figure = Figure(figsize=(4.8, 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    edges = np.linspace(-4, 4, 81)
+    for i, (name, values) in enumerate(samples.items()):
+        counts, _ = np.histogram(values.numpy(), edges)
+        share = counts / (values.numel() * (edges[1] - edges[0]))
+        axes.plot((edges[1:] + edges[:-1]) / 2, share, **look(i) | {"marker": None}, linewidth=1.2, label=name)
+    axes.plot(edges, np.exp(-(edges**2) / 2) / math.sqrt(2 * math.pi), color="#888888", linewidth=1, label="normal")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#d8d8d8", linewidth=0.6)
+    axes.set(xlabel=label, ylabel="density")
+    if len(samples) <= 12:
+        axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
 def strip(images: Tensor) -> bytes:
     """Images [N, channels, height, width] side by side as a PNG, each in its own range from black to white."""
     x = images.numpy()[:, : 3 if images.shape[1] >= 3 else 1].transpose(0, 2, 3, 1)

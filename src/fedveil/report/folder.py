@@ -18,6 +18,19 @@ from fedveil.ledger import Ledger
 from fedveil.report.figures import by_bytes
 
 
+class Attack(msgspec.Struct):
+    """`attack.json`: cosines of a client each, and the spread of the attack's errors."""
+
+    round: int
+    clients: list[int]
+    control: list[float]
+    direct: list[float]
+    differential: list[float]
+    baseline: list[float]
+    own: list[float]
+    spread: list[float]
+
+
 @dataclass
 class Run:
     """One run, finished or not."""
@@ -28,6 +41,7 @@ class Run:
     recipe: dict[str, Any]
     environment: dict[str, Any]
     ledger: Ledger
+    attack: Attack | None = None
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -113,12 +127,14 @@ def _read(folder: Path) -> Run:
         where = msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.is_file() else {}
         path = ledger
         rows = Ledger.read(path) if path.is_file() else Ledger()
+        path = folder / "attack.json"
+        attack = msgspec.json.decode(path.read_bytes(), type=Attack) if path.is_file() else None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}); restore it or leave this run out") from None
     method = table.get("method")
     if not isinstance(method, dict) or not isinstance(method.get("name"), str):
         raise ValueError(f'{recipe} names no method; put name = "..." under its [method]')
-    return Run(folder, _title(method), text, table, where, rows)
+    return Run(folder, _title(method), text, table, where, rows, attack)
 
 
 def _title(method: dict[str, Any]) -> str:

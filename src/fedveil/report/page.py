@@ -17,7 +17,7 @@ from fedveil import __version__
 from fedveil.ledger import Ledger, Row, figure
 from fedveil.report.figures import curves, look, size, svg
 from fedveil.report.folder import Run
-from fedveil.report.words import duration, percent, verdict
+from fedveil.report.words import duration, percent, secured, verdict
 
 BLOCKS = 50  # rows of a table of rounds
 COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (  # of the table of runs: head, key of the summary, form
@@ -31,6 +31,13 @@ COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (  # of the table o
     ("ε", "epsilon", "{:.4g}".format),
     ("time", "seconds", duration),
 )
+ATTACKED = {  # columns of the table of attacks: name in the file, head
+    "control": "control",
+    "direct": "decoded by itself",
+    "differential": "left out of the mean",
+    "baseline": "baseline",
+    "own": "own part",
+}
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
@@ -64,6 +71,8 @@ def page(runs: Sequence[Run]) -> str:
 <h2>Numbers</h2>
 {_summaries(runs)}
 {_fidelity(runs)}
+{_attacks(runs)}
+{_secured(runs)}
 {_splits(runs)}
 <h2>Details</h2>
 {"".join(_details(run, opened=len(runs) == 1) for run in runs)}
@@ -122,6 +131,33 @@ def _fidelity(runs: Sequence[Run]) -> str:
     }
     drawn = [_curves(runs, "rounds", captions[m], m) for m in captions if any(r.ledger.series(m)[0] for r in runs)]
     return f'<h2>Fidelity</h2>\n<div class="figures halves">\n{"".join(drawn)}</div>' if drawn else ""
+
+
+def _attacks(runs: Sequence[Run]) -> str:
+    """How near a server that averages codes comes to single updates: means over the clients attacked."""
+    body = []
+    for run in runs:
+        if run.attack and run.attack.clients:
+            figures = (getattr(run.attack, name) for name in ATTACKED)
+            cells = [_cell(f"{sum(values) / max(len(values), 1):.3f}") for values in figures]
+            name = f'<th scope="row"><span class="name">{escape(run.name)}</span></th>'
+            body.append("".join([name, _cell(str(run.attack.round)), _cell(str(len(run.attack.clients))), *cells]))
+    if not body:
+        return ""
+    said = (
+        "Measured: a server that holds the decoder decodes one client's codes, or leaves the client out of the mean. "
+        "Cosines with the client's true update, means over a cohort: 1 is all of it. The control is the same attack on "
+        "a code that loses nothing, the baseline another client's update, and the own part is what remains of both "
+        "when the cohort's mean is taken away: 0 would be nothing."
+    )
+    table = _table(["run", "round", "clients", *ATTACKED.values()], body, "Attacks on codes")
+    return f'<h2>Attacks</h2>\n<p class="note">{said}</p>\n{table}'
+
+
+def _secured(runs: Sequence[Run]) -> str:
+    """What the server saw of runs with secure sums."""
+    said = "".join(f'<p class="note">{escape(text)}</p>\n' for run in runs if (text := secured(run)))
+    return f"<h2>What the server saw</h2>\n{said}" if said else ""
 
 
 def _splits(runs: Sequence[Run]) -> str:

@@ -40,6 +40,32 @@ def verdict(runs: Sequence[Run]) -> str:
     return " ".join(said)
 
 
+def secured(run: Run) -> str:
+    """What the server could see and what not, of a run with secure sums; nothing of any other run."""
+    rows = run.ledger.rows
+    asked = [row for row in rows if row.secure]
+    done = [row for row in asked if "quantisation" in row.metrics]
+    if not asked:
+        return ""
+    said = [f"{run.name}: in {len(done)} of {plural(len(rows), 'round')} the server saw a secure sum only."]
+    if done:
+        fewest = min(each.answered for row in done for each in row.secure if each.stage == "masked")
+        lies = any(each.stage == "agreement" for row in done for each in row.secure)
+        server = "also if it lies" if lies else "if it keeps to the protocol"
+        said += [
+            f"It could see the sum of the vectors of {fewest} or more clients, the sum of their record counts,",
+            "who took part and at which stage who dropped out.",
+            f"It could not see the vector or the record count of any client (proved, {server}).",
+        ]
+    if len(asked) > len(done):
+        said.append(f"{plural(len(asked) - len(done), 'sum')} stopped early and gave nothing away.")
+    if len(rows) > len(asked):
+        said.append(f"In {plural(len(rows) - len(asked), 'other round')} it saw each client's message.")
+    added = run.summary["protocol_up"], run.summary["protocol_down"]
+    said.append(f"The protocol added {size(added[0])} up and {size(added[1])} down.")
+    return " ".join(said)
+
+
 def _alone(run: Run) -> list[str]:
     s = run.summary
     said = [

@@ -17,7 +17,7 @@ from fedveil.cost import Turn, Work
 from fedveil.federation import About, Answers, Cohort, Method, State
 from fedveil.message import Answer, Question, Record, Refused, Size, Weights
 from fedveil.task import Task
-from fedveil.updates.codec import Codec, Raw, Update
+from fedveil.updates.codec import Codec, CodeSpace, Magnitude, Raw, Send, Tuned, Update
 from fedveil.updates.down import Down, Follow, Held, Train, TrainFrom, TrainFull, TrainHere
 from fedveil.updates.fit import cosine, normal
 from fedveil.updates.local import Local, full_gradient, full_work
@@ -70,7 +70,17 @@ class FedAvg(Method):
         if self.noise and self.clip is None:
             raise ValueError("noise is relative to clip; set clip too")
         if self.down and not self.down.downward:
-            raise ValueError(f"method.down is {self.down.name}, which is for the way up; give it one of its codecs")
+            raise ValueError(f"method.down is {self.down.name}, which is for the way up only; give it another codec")
+        if isinstance(self.up, CodeSpace) and self.merge.kind != "mean":
+            raise ValueError(
+                f"method.merge.kind is {self.merge.kind}, but of {self.up.name}'s codes only the mean is decoded and "
+                "there are no single updates to choose among; use mean, with method.clip against large ones"
+            )
+        if self.feedback and isinstance(self.up, CodeSpace) and self.up.fixed:
+            raise ValueError(
+                f"method.feedback adds what {self.up.name} lost to the next update, but a code that is the same in "
+                "every round never sends it; set method.up.permute=true"
+            )
 
     def begin(self, task: Task) -> State:
         for codec in (self.up, self.down):
@@ -84,7 +94,11 @@ class FedAvg(Method):
         down = Down(self.down)
         base, question, cohort = down.reach(state, cohort)
         answers = cohort.ask(question)
-        delta = self.merged(base, answers, cohort)
+        if isinstance(self.up, CodeSpace):
+            mean, payloads = in_code_space(self.up, answers, cohort)
+            delta = mean / float(message.stack(list(payloads.values()), "share").mean())
+        else:
+            delta = self.merged(base, answers, cohort)
         return down.step(self.server, state, delta, cohort)
 
     def full_round(self, state: ServerState, cohort: Cohort) -> State:
@@ -96,17 +110,10 @@ class FedAvg(Method):
 
     def merged(self, base: Tensor, answers: Answers, cohort: Cohort) -> Tensor:
         """Decode at the weights the clients had and merge; an update that does not decode is refused by name."""
-        task, usable = cohort.task, {}
-        for client, payload in answers.items():
-            try:
-                self.up.of(client).check(task, payload)
-                usable[client] = payload
-            except Refused as error:
-                cohort.refuse(client, error)
-        cohort.require(len(usable), len(cohort))
+        usable = checked(self.up, answers, cohort)
         if shown := self.up.exhibit(next(iter(usable.values()))):
             cohort.exhibit(*shown)
-        decoded = self.up.decode(task, base.expand(len(usable), -1), list(usable.values()))
+        decoded = self.up.decode(cohort.task, base.expand(len(usable), -1), list(usable.values()))
         finite = decoded.sum(1).isfinite().tolist()
         for client, fine in zip(usable, finite, strict=True):
             if not fine:
@@ -119,14 +126,17 @@ class FedAvg(Method):
         return self.merge(decoded, records)
 
     def reply(self, question: Question) -> type[Answer]:
-        return self.up.payload if isinstance(question, Train | TrainHere | TrainFrom) else type(question).reply
+        if isinstance(question, Train | TrainHere | TrainFrom) and isinstance(self.up, CodeSpace):
+            return Magnitude
+        return self.up.payload if _brings_payload(question) else type(question).reply
 
     def schema(self, task: Task, question: Question, client: int) -> Mapping[str, Size]:
-        return self.up.of(client).sizes(task) if isinstance(question, Train | TrainHere | TrainFrom) else task.sizes
+        return self.up.of(client).sizes(task) if _brings_payload(question) else task.sizes
 
     def questions(self, task: Task, turn: Turn) -> list[Question]:
-        full = turn.rounds - turn.round < self.full_rounds
-        return [message.blank(TrainFull, task.sizes)] if full else Down(self.down).questions(task, turn)
+        if turn.rounds - turn.round < self.full_rounds:
+            return [message.blank(TrainFull, task.sizes)]
+        return Down(self.down).questions(task, turn) + [Send(0.0)] * isinstance(self.up, CodeSpace)
 
     def work(self, turn: Turn) -> Work:
         trained = self.training(turn.records)
@@ -145,6 +155,7 @@ class FedAvg(Method):
             Follow: down.follow,
             TrainHere: lambda crowd, q: self.encoded(crowd, down.held(crowd, q)),
             TrainFrom: lambda crowd, q: self.encoded(crowd, down.drawn(crowd, q)),
+            Send: self.sent,
         }
 
     def update(self, crowd: Crowd, w: Tensor) -> Tensor:
@@ -160,15 +171,29 @@ class FedAvg(Method):
         return counted(crowd, Raw().encode(crowd.task, w, self.privatised(crowd, self.update(crowd, w)), [], crowd))
 
     def encoded(self, crowd: Crowd, w: Tensor) -> list[Any]:
-        """Train, add what was lost last time, encode, and remember what is lost this time."""
-        task, true = crowd.task, self.privatised(crowd, self.update(crowd, w))
+        """Train, add what was lost last time, and encode, or in code space say first how large it is."""
+        true = self.privatised(crowd, self.update(crowd, w))
         if isinstance(self.up, Raw):
-            return counted(crowd, self.up.encode(task, w, true, [], crowd))
+            return counted(crowd, self.up.encode(crowd.task, w, true, [], crowd))
+        if isinstance(self.up, CodeSpace):  # the mean of codes is unweighted, so weights come first
+            true = true * shares(crowd).to(true)
         if self.feedback:
             true = true + torch.stack([lost(m, w) for m in crowd.memory])
-        base = w.expand(len(crowd), -1)
-        payloads = self.up.encode(task, base, true, crowd.seeds("encoding"), crowd)
-        decoded = self.up.decode(task, base, payloads)
+        if isinstance(self.up, CodeSpace):
+            return [Magnitude(largest) for largest in noted(crowd, true)]
+        return counted(crowd, self.coded(crowd, self.up, w.expand(len(crowd), -1), true))
+
+    def sent(self, crowd: Crowd, question: Send) -> list[Any]:
+        """The codes of what was trained in this round, at the scale that was agreed on."""
+        up, true = tuned(self.up, crowd, question), recalled(crowd)
+        payloads = self.coded(crowd, up, true, true)
+        return [replace(payload, share=row) for payload, row in zip(payloads, shares(crowd), strict=True)]
+
+    def coded(self, crowd: Crowd, up: Codec, base: Tensor, true: Tensor) -> list[Any]:
+        """Encode, and remember what is lost this time."""
+        task = crowd.task
+        payloads = up.encode(task, base, true, crowd.seeds("encoding"), crowd)
+        decoded = up.decode(task, base, payloads)
         crowd.measure(cosine=cosine(decoded, true))
         for layer in task.layout.layers:
             part = slice(layer.start, layer.stop)
@@ -176,7 +201,7 @@ class FedAvg(Method):
         if self.feedback:
             kept = [m or Held() for m in crowd.memory]
             crowd.remember([replace(m, residual=r) for m, r in zip(kept, (true - decoded).cpu(), strict=True)])
-        return counted(crowd, payloads)
+        return payloads
 
     def privatised(self, crowd: Crowd, updates: Tensor) -> Tensor:
         """Clipped to norm `clip`, with noise from each client's private root."""
@@ -185,6 +210,62 @@ class FedAvg(Method):
         norms = torch.linalg.vector_norm(updates, dim=1, keepdim=True)
         updates = updates * (self.clip / norms.clamp(min=self.clip))
         return updates + self.noise * self.clip * normal(crowd.secrets("noise"), "", updates.shape[1:], updates.device)
+
+
+def _brings_payload(question: Question) -> bool:
+    return isinstance(question, Train | TrainHere | TrainFrom | Send)
+
+
+def checked(up: Codec, answers: Answers, cohort: Cohort) -> dict[int, Any]:
+    """The payloads that can be decoded; others are refused by name."""
+    usable = {}
+    for client, payload in answers.items():
+        try:
+            up.of(client).check(cohort.task, payload)
+            usable[client] = payload
+        except Refused as error:
+            cohort.refuse(client, error)
+    cohort.require(len(usable), len(cohort))
+    return usable
+
+
+def in_code_space(up: CodeSpace, told: Answers, cohort: Cohort) -> tuple[Tensor, dict[int, Any]]:
+    """Agree on a scale, collect codes and decode their mean: the mean vector [d], and the payloads behind it.
+
+    Nothing here looks at one client's codes but to check them: a secure sum of codes and of records would do.
+    """
+    scale = up.agree(told.stack("largest"), cohort.round)
+    asked = cohort.only(told)
+    payloads = checked(up, asked.ask(Send(scale, up.digest)), asked)
+    cohort.note(scale=scale)
+    return up.at(scale, cohort.seed).merge(cohort.task, list(payloads.values())), payloads
+
+
+def shares(crowd: Crowd) -> Tensor:
+    """λ_k: each client's records by the public maximum, [C, 1]."""
+    return torch.from_numpy(crowd.rows.counts / crowd.task.largest).float()[:, None]
+
+
+def noted(crowd: Crowd, vectors: Tensor) -> list[float]:
+    """Keep what each client will send, [C, d], until the scale is known; the largest magnitude of each."""
+    for note, vector in zip(crowd.notes, vectors, strict=True):
+        note["vector"] = vector
+    largest: list[float] = vectors.abs().amax(1).tolist()
+    return largest
+
+
+def recalled(crowd: Crowd) -> Tensor:
+    """What was noted, [C, d]."""
+    return torch.stack(crowd.recall("vector"))
+
+
+def tuned(up: Codec, crowd: Crowd, question: Send) -> Tuned:
+    """The codec of this round; a client with another code than the server's would send what nobody can decode."""
+    if not isinstance(up, CodeSpace):
+        raise Refused("wrong kind", f"{up.name} agrees on no scale")
+    if question.digest != up.digest:
+        raise Refused("out of step", "the server decodes with another pair; use the file that it uses")
+    return up.at(question.scale, crowd.seed)
 
 
 def counted(crowd: Crowd, payloads: Sequence[Any]) -> list[Any]:
@@ -320,6 +401,14 @@ class FairUpdate(Answer, frozen=True):
     weight: Annotated[float, Meta(gt=0, lt=1e12)]
 
 
+@message.kind(27)
+class FairMagnitude(Answer, frozen=True):
+    """h_k, and the largest magnitude in Δ_k, which follows in code."""
+
+    largest: Annotated[float, Meta(ge=0, le=1e6)]
+    weight: Annotated[float, Meta(gt=0, lt=1e12)]
+
+
 @message.kind(10)
 class TrainFair(Question, frozen=True):
     """Train from these weights and weight the update by your loss at them."""
@@ -340,29 +429,50 @@ class QFedAvg(Method):
     )
 
     local: Local = field(default_factory=Local)
+    up: Codec = field(default_factory=Raw)
     q: float = 0.2
 
     def __post_init__(self) -> None:
         if self.q < 0:
             raise ValueError("q must be 0 or more")
+        if not isinstance(self.up, Raw | CodeSpace):
+            raise ValueError(f"method.up is {self.up.name}; q-fedavg takes raw, or fedage, whose codes it can sum")
 
     def begin(self, task: Task) -> State:
+        self.up.refuse(task)
         return Server().begin(task.initial)
 
     def round(self, state: ServerState, cohort: Cohort) -> State:
         answers = cohort.ask(TrainFair(state.weights))
+        if isinstance(self.up, CodeSpace):
+            mean, payloads = in_code_space(self.up, answers, cohort)
+            return ServerState(state.weights - mean * (len(payloads) / sum(answers[k].weight for k in payloads)))
         device = cohort.task.device
         step = answers.stack("update", device).sum(0) / answers.stack("weight", device).sum().float()
         return ServerState(state.weights - step)
 
+    def reply(self, question: Question) -> type[Answer]:
+        if isinstance(self.up, CodeSpace):
+            return self.up.payload if isinstance(question, Send) else FairMagnitude
+        return type(question).reply
+
+    def schema(self, task: Task, question: Question, client: int) -> Mapping[str, Size]:
+        return self.up.sizes(task) if isinstance(question, Send) else task.sizes
+
     @property
     def answer(self) -> Mapping[type[Question], Callable[[Crowd, Any], Sequence[Answer]]]:
-        return {TrainFair: self.train}
+        return {TrainFair: self.train} | ({Send: self.send} if isinstance(self.up, CodeSpace) else {})
+
+    def send(self, crowd: Crowd, question: Send) -> list[Any]:
+        codec, delta = tuned(self.up, crowd, question), recalled(crowd)
+        payloads = codec.encode(crowd.task, delta, delta, crowd.seeds("encoding"), crowd)
+        crowd.measure(cosine=cosine(codec.decode(crowd.task, delta, payloads), delta))
+        return payloads
 
     def work(self, turn: Turn) -> Work:
         return full_work(turn.records) + self.local.work(turn.records)
 
-    def train(self, crowd: Crowd, question: TrainFair) -> list[FairUpdate]:
+    def train(self, crowd: Crowd, question: TrainFair) -> list[FairUpdate] | list[FairMagnitude]:
         w = question.weights.to(crowd.task.device)
         _, loss = full_gradient(crowd, w)
         trained, _ = self.local.train(crowd, w)
@@ -371,4 +481,7 @@ class QFedAvg(Method):
         power = (loss + 1e-10) ** self.q
         delta = power[:, None] * change
         weight = self.q * (loss + 1e-10) ** (self.q - 1) * change.square().sum(1) + lipschitz * power
+        if isinstance(self.up, CodeSpace):
+            largest = noted(crowd, delta)
+            return [FairMagnitude(*pair) for pair in zip(largest, weight.tolist(), strict=True)]
         return [FairUpdate(d, float(h)) for d, h in zip(delta.cpu(), weight, strict=True)]

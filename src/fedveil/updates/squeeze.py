@@ -13,7 +13,7 @@ from fedveil.clients import Crowd
 from fedveil.message import Answer, Count, Envelope, Folded, Record, Refused, Size
 from fedveil.seeds import Seed
 from fedveil.task import Task
-from fedveil.updates.codec import Codec
+from fedveil.updates.codec import Codec, CodeSpace
 from fedveil.updates.compress import Qsgd
 
 
@@ -38,6 +38,8 @@ class Zstd(Codec):
     def __post_init__(self) -> None:
         if not 1 <= self.level <= 22:
             raise ValueError("zstd.level is from 1 to 22")
+        if isinstance(self.inner, CodeSpace):
+            raise ValueError(f"zstd cannot be put around {self.inner.name}, whose codes are averaged as they are sent")
 
     @property
     def reference(self) -> str:  # type: ignore[override]

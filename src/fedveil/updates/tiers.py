@@ -14,7 +14,7 @@ from fedveil.clients import Crowd
 from fedveil.message import Answer, Refused
 from fedveil.seeds import Seed
 from fedveil.task import Task
-from fedveil.updates.codec import Codec
+from fedveil.updates.codec import Codec, CodeSpace
 from fedveil.updates.fedsynth import FedSynth
 
 
@@ -38,6 +38,8 @@ class Tiers(Codec):
             raise ValueError("tiers are two settings of one codec: let strong.name and weak.name be the same")
         if not 0 <= self.share <= 1:
             raise ValueError("tiers.share is from 0 to 1")
+        if isinstance(self.strong, CodeSpace):
+            raise ValueError(f"tiers cannot be of {self.strong.name}, whose codes are averaged and so are of one kind")
 
     @property
     def payload(self) -> type[Answer]:  # type: ignore[override]

@@ -1,0 +1,1 @@
+"""Attacks on messages, each with a control on which it must succeed and a baseline that it must beat."""

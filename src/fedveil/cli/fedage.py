@@ -1,0 +1,168 @@
+"""`fedveil fedage`: train the pair of encoder and decoder, and attack a run that used one."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+
+from fedveil.cli import show
+from fedveil.cli.jobs import Job
+from fedveil.cli.options import Device, Format, Shown, argument, option
+from fedveil.cli.progress import LINE_EVERY
+from fedveil.cli.shell import err, out, say
+from fedveil.recipe import pick_device
+from fedveil.runs import RunFolder
+from fedveil.updates import autoencoder
+from fedveil.updates.autoencoder import Code, Pretraining
+
+DELTA = 1e-5
+
+fedage = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Train FedAGE's codes, and attack them.")
+
+
+class Telling:
+    """Progress on stderr: one line that renews itself on a terminal, elsewhere a line every few seconds."""
+
+    def __init__(self, floor: float) -> None:
+        self.floor, self.told = floor, time.monotonic()
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=10))
+        self.bar = Progress(*columns, console=err, disable=not err.is_terminal)
+        self.line = self.bar.add_task("training")
+
+    def __enter__(self) -> Telling:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def __call__(self, done: int, total: int, spread: float) -> None:
+        near = f"  error {spread / self.floor:.4f} of the linear floor" if math.isfinite(spread) and self.floor else ""
+        self.bar.update(self.line, completed=done, total=total, description=f"step {done}/{total}{near}")
+        if self.bar.disable and (time.monotonic() - self.told >= LINE_EVERY or done == total):
+            self.told = time.monotonic()
+            err.print(f"step {done}/{total}{near}", soft_wrap=True)
+
+
+@fedage.command()
+def pretrain(
+    block: Annotated[int, option("--block", "B", "Numbers a block; by default 64.")] = 64,
+    code: Annotated[int | None, option("--code", "H", "Numbers of its code; by default half as many.")] = None,
+    levels: Annotated[int, option("--levels", "S", "Whole numbers reach from 0 to S; by default 64.")] = 64,
+    cohort: Annotated[int, option("--cohort", "M", "Codes averaged at a time; by default 10.")] = 10,
+    width: Annotated[int, option("--width", "N", "Of the networks; by default 512.")] = 512,
+    seed: Annotated[int, option("--seed", "N", "Of weights and training numbers; by default 0.")] = 0,
+    epochs: Annotated[int, option("--epochs", "N", "At most; by default 50.")] = 50,
+    groups: Annotated[int, option("--groups", "N", "Groups of M blocks an epoch; by default 50000.")] = 50_000,
+    batch: Annotated[int, option("--batch", "N", "Groups a step; by default 500.")] = 500,
+    lr: Annotated[float, option("--lr", "RATE", "Adam's, falling along a cosine; by default 0.0005.")] = 5e-4,
+    small: Annotated[float, option("--small", "SHARE", "Of groups with small numbers only; by default 0.5.")] = 0.5,
+    patience: Annotated[int, option("--patience", "N", "Epochs without progress that end it; by default 10.")] = 10,
+    device: Device = "auto",
+    file: Annotated[Path | None, option("--out", "FILE", "By default below the data folder, by its settings.")] = None,
+    format: Shown = Format.table,
+) -> None:
+    """Train a pair (E, D) such that D(mean of codes) is the mean.
+
+    It is kept in a file that recipes with the same settings find. One that is there already is used as it is.
+
+    Example: fedveil fedage pretrain --block 16 --cohort 5 --width 64 --groups 25600 --batch 256 --lr 0.001
+    """
+    key = Code(block, max(1, block // 2) if code is None else code, levels, cohort, width, seed)
+    how = Pretraining(epochs, groups, batch, lr, small, patience)
+    path, began = file or autoencoder.home() / key.file, time.monotonic()
+    if path.is_file():
+        say(f"{path} is there already and used as it is; delete it to train again")
+        pair = autoencoder.read(path, key)
+    else:
+        with Telling(key.floor) as told:
+            pair = autoencoder.pretrain(key, how, pick_device(device), told)
+        autoencoder.save(pair, path)
+    figures = {
+        "file": str(path),
+        "spread": pair.spread,
+        "floor": key.floor,
+        "ratio": pair.spread / key.floor if key.floor else 0.0,
+        "reach": pair.reach,
+        "papers_heuristic_epsilon": _heuristic(pair),
+        "seconds": time.monotonic() - began,
+    }
+    if format is Format.json:
+        return show.as_json(figures)
+    show.pairs(
+        [
+            ("file", figures["file"]),
+            ("error, σ_ν", pair.spread),
+            ("linear floor", key.floor),
+            ("error / floor", figures["ratio"]),
+            ("reach of a code", pair.reach),
+            ("the paper's heuristic ε", f"{_heuristic(pair):.4g} a round at δ = {DELTA:g}; no guarantee of anything"),
+            ("seconds", figures["seconds"]),
+        ]
+    )
+
+
+def _heuristic(pair: autoencoder.Pair) -> float:
+    """ε = √(2 ln(1.25/δ)) (s/m) / σ_ν: section 3.4 with noise and sensitivity in the same units, so that n cancels."""
+    key = pair.code
+    return math.sqrt(2 * math.log(1.25 / DELTA)) * key.levels / key.cohort / max(pair.spread, 1e-12)
+
+
+@fedage.command()
+def attack(path: Annotated[Path, argument("DIR")], format: Shown = Format.table) -> None:
+    """Attack the next round of the run in DIR as its server could.
+
+    Each client's update is decoded from its own codes, and found by leaving it out of the mean. The figures go to
+    attack.json and figures/attack.svg in DIR, where a report finds them.
+
+    Example: fedveil fedage attack runs/demo/digits-fedage
+    """
+    from fedveil.attacks.differential import expose
+    from fedveil.clients import Crowd
+    from fedveil.report.figures import densities, svg
+    from fedveil.seeds import Seed
+    from fedveil.updates.fedage import FedAge
+    from fedveil.updates.raw import FedAvg, shares
+
+    job = Job.held(path)
+    method = job.recipe.method
+    if not isinstance(method, FedAvg) or not isinstance(method.up, FedAge):
+        raise ValueError(f"{path} holds a run of {method.name}; this attack is on fedage and FedAvg with its codes")
+    with closing(RunFolder(path)) as folder:
+        saved = folder.load()
+        if saved is None:
+            raise ValueError(f"{path} has no checkpoint yet; run at least one round")
+    task = job.recipe.on(job.data(False, {}), job.where.device)
+    method.begin(task)
+    number = saved.round + 1
+    seed = Seed.root(job.recipe.seed).child("round", number)
+    clients = job.recipe.cohort.draw(task, seed.child("cohort"))
+    if len(clients) < 2:
+        raise ValueError("the next round's cohort has fewer than 2 clients; there is no mean to take apart")
+    memory: list[Any] = [None] * len(clients)
+    crowd = Crowd(task, clients, number, seed, Seed.private(), memory, [{} for _ in clients])
+    updates = method.privatised(crowd, method.update(crowd, saved.state.weights.to(task.device)))
+    found = expose(task, method.up, updates * shares(crowd).to(updates), seed, number)
+    told = {"round": number, "clients": list(clients), **found.figures()}
+    (path / "attack.json").write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=2) + b"\n")
+    (path / "figures").mkdir(exist_ok=True)
+    rows = {f"client {k}": row for k, row in zip(clients, found.errors.cpu(), strict=True)}
+    drawn = densities(rows, "error of the differential attack, in deviations of the update")
+    (path / "figures" / "attack.svg").write_text(svg(drawn), encoding="utf-8")
+    if format is Format.json:
+        return show.as_json(told)
+    table = Table("client", box=None, pad_edge=False, padding=(0, 2))
+    for name in found.figures():
+        table.add_column(name, justify="right")
+    for client, *row in zip(clients, *found.figures().values(), strict=True):
+        table.add_row(str(client), *(f"{value:.4f}" for value in row))
+    out.print(table)
+    say(f"the errors' density is {path / 'figures' / 'attack.svg'}")
