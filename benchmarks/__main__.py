@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import encoding, federation, messages
+from benchmarks import encoding, fedage, federation, flower, messages, secagg
 from fedveil.runs import environment
 
 BENCHMARKS: dict[str, Callable[[], dict[str, float]]] = {
@@ -16,6 +16,11 @@ BENCHMARKS: dict[str, Callable[[], dict[str, float]]] = {
     "clients": federation.many_clients,
     "messages": messages.million_floats,
     "fedsynth": encoding.fedsynth,
+    "fedage": fedage.fedage,
+    "secagg": secagg.million,
+    "secagg-keys": secagg.hundred,
+    "flower": flower.ten,
+    "flower-100": flower.hundred,
 }
 
 

@@ -294,7 +294,16 @@ def test_a_comparison_is_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_demo_is_of_built_in_recipes() -> None:
     assert set(commands.DEMO) <= set(recipe.names())
     methods = {type(recipe.read(name).method).name for name in commands.DEMO}
-    assert methods == {"fedavg", "scaffold", "fedsynth", "tofu"}
+    assert methods == {"fedavg", "scaffold", "fedsynth", "tofu", "fedage"}
+
+
+def test_what_noise_is_worth() -> None:
+    told = good(fv("privacy", "--noise", 1, "--sample-rate", 0.0256, "--steps", 200, "--format", "json"))
+    assert told["epsilon"] == pytest.approx(2.787, abs=0.001)
+    solved = good(fv("privacy", "--epsilon", 2, "--sample-rate", 0.0256, "--steps", 200, "--format", "json"))
+    assert solved["noise"] > 1
+    assert solved["epsilon"] <= 2
+    assert "3 are missing" in sentence(fv("privacy", "--noise", 1))
 
 
 def test_the_cost_is_known_before_the_run() -> None:

@@ -31,6 +31,7 @@ class Turn:
     round: int
     rounds: int
     missed: int  # rounds since the client took part; since the first one if it never did
+    cohort: tuple[int, ...] = ()  # all who take part in the round
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,10 @@ def _turns(task: Task, recipe: Recipe) -> Iterator[Turn]:
     """Who takes part when, as the recipe's seed draws it."""
     seen: dict[int, int] = {}
     for number in range(1, recipe.rounds + 1):
-        for client in recipe.cohort.draw(task, Seed.root(recipe.seed).child("round", number, "cohort")):
+        cohort = recipe.cohort.draw(task, Seed.root(recipe.seed).child("round", number, "cohort"))
+        for client in cohort:
             missed = number - seen.get(client, 1)
-            yield Turn(client, int(task.clients.sizes[client]), number, recipe.rounds, missed)
+            yield Turn(client, int(task.clients.sizes[client]), number, recipe.rounds, missed, cohort)
             seen[client] = number
 
 
@@ -86,7 +88,8 @@ def _bytes(method: Method, task: Task, turn: Turn) -> tuple[int, int]:
     """What a client sends and receives in a turn."""
     up = down = 0
     for question in method.questions(task, turn):
-        answer = message.blank(method.reply(question), method.schema(task, question, turn.client))
+        sizes = {**method.schema(task, question, turn.client), **question.sizes()}
+        answer = message.blank(method.reply(question), sizes)
         if "records" in answer.__struct_fields__:
             answer = with_fields(answer, records=turn.records)
         up, down = up + message.size(answer), down + message.size(question)

@@ -172,8 +172,8 @@ class Task:
 
     @cached_property
     def largest(self) -> int:
-        """The most records any client has: the public maximum by which client weights are bounded."""
-        return int(self.clients.sizes.max())
+        """The most records any client may have: the public maximum by which client weights are bounded."""
+        return self.clients.largest
 
     @cached_property
     def sizes(self) -> dict[str, Size]:

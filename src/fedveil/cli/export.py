@@ -1,0 +1,42 @@
+"""`fedveil export`: a client for devices without PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from fedveil import recipe
+from fedveil.cli import show
+from fedveil.cli.options import DataDir, Fetch, Format, Sets, Shown, argument, option
+from fedveil.cli.shell import say
+
+
+def export(
+    source: Annotated[str, argument("RECIPE")],
+    folder: Annotated[Path, option("-o", "DIR", "Where to write; must be new or empty.")],
+    changes: Sets = None,
+    data_dir: DataDir = None,
+    fetch: Fetch = False,
+    quantise: Annotated[bool, option("--quantise", None, "Hold layers that are not trained in 8 bits.")] = False,
+    format: Shown = Format.table,
+) -> None:
+    """Write a client of RECIPE that needs NumPy and ONNX Runtime only.
+
+    It answers the questions of baffle at the batch level, in the clear.
+
+    Example: fedveil export digits/baffle-clear -o edge
+    """
+    from fedveil.probes.baffle import Baffle
+    from fedveil.probes.export import export as write
+
+    plan = recipe.read(source, changes or ())
+    if not isinstance(plan.method, Baffle):
+        raise ValueError(f"{source} is a recipe of {plan.method.name}, whose clients train; choose one of baffle")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is there already and not an empty folder; choose another -o")
+    say("exporting the model; this takes some seconds")
+    told = write(plan.build(data_dir, fetch), plan.method, folder, quantise)
+    if format is Format.json:
+        show.as_json(told)
+    else:
+        show.pairs(told.items())
