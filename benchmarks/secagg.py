@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -129,7 +131,7 @@ def hundred() -> dict[str, float]:
         lambda: shamir.share(secret, 51, range(1, 101)),
         theirs.shared,
         theirs.split,
-        turns=15,
+        turns=5,
     )
     return {
         "Shamir shares of one secret, milliseconds": split * 1e3,
@@ -145,21 +147,30 @@ def hundred() -> dict[str, float]:
 
 @dataclass
 class _Flower:
-    """One node's side of Flower's SecAgg+, at the stages that are timed."""
+    """Nodes of Flower's SecAgg+ after the key exchange; the first is timed."""
 
-    state: Any
+    states: list[Any]
     keys: Any
     threshold: int
-    ciphertexts: Any
+
+    @cached_property
+    def ciphertexts(self) -> dict[str, Any]:
+        """What the other nodes dealt to the first."""
+        from flwr.common.secure_aggregation.secaggplus_constants import Key
+
+        dealt = [_mod()._share_keys(state, self.keys) for state in self.states]
+        first = [d[Key.CIPHERTEXT_LIST][d[Key.DESTINATION_LIST].index(0)] for d in dealt[1:]]
+        return {Key.CIPHERTEXT_LIST: first, Key.SOURCE_LIST: list(range(1, len(dealt)))}
 
     def masked(self, parameters: list[np.ndarray[Any, Any]]) -> int:
         from flwr.common import ndarrays_to_parameters
 
-        found = _mod()._collect_masked_vectors(self.state, self.ciphertexts, 1, ndarrays_to_parameters(parameters))
+        given = ndarrays_to_parameters(parameters)
+        found = _mod()._collect_masked_vectors(self.states[0], self.ciphertexts, 1, given)
         return sum(map(len, next(iter(found.values()))))
 
     def shared(self) -> object:
-        return _mod()._share_keys(self.state, self.keys)
+        return _mod()._share_keys(self.states[0], self.keys)
 
     def split(self) -> object:
         from flwr.common.secure_aggregation.crypto.shamir import create_shares
@@ -169,11 +180,12 @@ class _Flower:
 
 def _mod() -> Any:
     """Flower's module, which a function of the same name hides in its package."""
+    os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
     return importlib.import_module("flwr.client.mod.secure_aggregation.secaggplus_mod")
 
 
 def _flower(nodes: int, threshold: int) -> _Flower:
-    """The first of so many nodes after the key exchange; every node is its neighbour."""
+    """So many nodes that are all neighbours."""
     from flwr.app import ConfigRecord
     from flwr.common.secure_aggregation.secaggplus_constants import Key
 
@@ -190,10 +202,4 @@ def _flower(nodes: int, threshold: int) -> _Flower:
     states = [flower.SecAggPlusState(nid=k) for k in range(nodes)]
     advertised = [flower._setup(state, ConfigRecord(dict(setup))) for state in states]
     keys: Any = {str(k): tuple(pair.values()) for k, pair in enumerate(advertised)}
-    for_first = []
-    for state in states:
-        dealt = flower._share_keys(state, keys)
-        to = dict(zip(dealt[Key.DESTINATION_LIST], dealt[Key.CIPHERTEXT_LIST], strict=True))
-        for_first += [to[0]] if state.nid else []
-    ciphertexts = {Key.CIPHERTEXT_LIST: for_first, Key.SOURCE_LIST: list(range(1, nodes))}
-    return _Flower(states[0], keys, threshold, ciphertexts)
+    return _Flower(states, keys, threshold)

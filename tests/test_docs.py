@@ -225,6 +225,7 @@ SECTIONS = {
     "Local training": (fv.Local, "method.local."),
     "The server's optimiser": (fv.Server, "method.server."),
     "The merge": (fv.Merge, "method.merge."),
+    "The secure sum": (fv.SecureSum, "method.secure."),
 }
 
 

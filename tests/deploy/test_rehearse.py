@@ -106,6 +106,22 @@ def test_a_method_that_asks_twice_in_a_rehearsal_of_the_command_line(room):
     assert json.loads(again.stdout) == figures
 
 
+@pytest.mark.slow
+def test_a_secure_sum_between_processes(room):
+    """Four questions a round, each in another process; clients know each other by their Ed25519 keys."""
+    folder = room / "federation"
+    scaffold.init(folder, recipe.read("digits/fedavg", ["method.secure.bits=20", "rounds=1"]), 3)
+    result = CliRunner().invoke(app, ["deploy", "rehearse", str(folder), "--format", "json"])
+    assert result.exit_code == 0, result.output
+    (row,) = fv.Ledger.read(folder / "run" / "ledger.jsonl").rows
+    assert [(stage.stage, stage.answered) for stage in row.secure] == [
+        (name, 3) for name in ("keys", "shares", "masked", "unmask")
+    ]
+    plan = recipe.read(str(folder / "app" / "recipe.toml"))
+    local = fv.run(plan.build(), plan.method, rounds=1, cohort=plan.cohort, engine=Local(stack=1, workers=1))
+    assert torch.equal(weights(folder, 1), local.weights)  # masks differ and cancel
+
+
 def kill(stage, client):
     """End a node at once, with all its processes."""
     for pid in carrying(stage.home / f"node-{client}"):

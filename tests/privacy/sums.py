@@ -21,14 +21,14 @@ from fedveil.privacy.masks import FixedPoint
 from toys import Plain
 
 
-@message.kind(210)
+@message.kind(220)
 class Summand(Answer, frozen=True):
     sums = True
     update: Weights
     records: Count = 1
 
 
-@message.kind(211)
+@message.kind(221)
 class Give(Question, frozen=True):
     reply = Summand
     weights: Weights

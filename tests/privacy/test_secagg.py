@@ -128,7 +128,7 @@ def test_values_beyond_the_range_are_counted_in_the_ledger():
     assert result.ledger.rows[0].metrics["clipped"] == LAST[0].clipped == beyond
 
 
-@message.kind(212)
+@message.kind(222)
 class Parts(Answer, frozen=True):
     """Two tensors, one of a length that the question chooses, and no weight."""
 
@@ -137,7 +137,7 @@ class Parts(Answer, frozen=True):
     other: Annotated[Tensor, Shape((3,))]
 
 
-@message.kind(213)
+@message.kind(223)
 class Ask(Question, frozen=True):
     reply = Parts
     length: int
@@ -461,5 +461,5 @@ def test_a_server_that_lost_its_round_may_begin_it_again_until_somebody_unmasked
 
 def test_what_is_summed_cannot_be_asked_in_the_clear():
     clients = fv.clients.Clients(Summed(), TASK, bytes(8), fv.Seed.root(0))
-    with pytest.raises(fv.Refused, match="wrong kind: toy-summed has no question of kind 211"):
+    with pytest.raises(fv.Refused, match="wrong kind: toy-summed has no question of kind 221"):
         clients.answer([letter(Give(TASK.initial), 0, bytes(8))])

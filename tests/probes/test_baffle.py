@@ -10,7 +10,8 @@ import fedveil as fv
 from fedveil import message, recipe
 from fedveil.cost import cost
 from fedveil.engines import Local as Engine
-from fedveil.probes.baffle import BaffleState, Probe, Slopes, Walked
+from fedveil.message import Refused
+from fedveil.probes.baffle import BaffleState, Probe, Slopes, Walk, Walked
 from fedveil.probes.directions import Directions, words
 from fedveil.seeds import Seed
 from probes.probes import crowd, gradients
@@ -185,6 +186,14 @@ def test_questions_that_are_summed_are_not_answered_in_the_clear():
 def test_settings_that_do_not_go_together_are_one_sentence(settings, sentence):
     with pytest.raises(ValueError, match=sentence.replace("(", r"\(")):
         fv.Baffle(**settings)
+
+
+@pytest.mark.parametrize("level", ["batch", "epoch"])
+def test_a_client_does_no_more_work_than_the_recipe_says(level):
+    task = linear_task()
+    kind = Probe if level == "batch" else Walk
+    with pytest.raises(Refused, match="out of range: 10000 directions are asked for, 100 are answered"):
+        fv.Baffle(level=level).answer[kind](crowd(task), kind(task.initial, 1, 10_000))
 
 
 def test_a_layer_that_is_not_there_is_named():

@@ -124,7 +124,9 @@ def test_a_lost_answer_does_not_make_a_client_take_a_step_twice():
     chosen.replay.catch_up(first, CatchUp(1, frames[:1]))
     both = crowd(task, memory=first.kept)
     chosen.replay.catch_up(both, CatchUp(2, frames))  # the server does not know that the first arrived
-    expected = chosen.take(task, chosen.take(task, SGD.begin(task.initial), steps[0]), steps[1])
+    expected = SGD.begin(task.initial)
+    for step in steps:
+        expected = chosen.take(task, expected, [step.key], [step.coefficients])
     assert torch.equal(both.kept[0].weights, expected.weights)
 
 

@@ -1,23 +1,32 @@
 """What a server that averages codes can find out about one client (FedAGE, section 4.3).
 
 The server is honest but curious: it holds the codes of every client, and the decoder. It can decode the codes of one
-client (`direct`), or take the decoded mean apart by leaving that client out (`differential`).
+client (`direct`), or take the decoded mean apart by leaving that client out (`differential`). Under a secure sum it
+holds a masked vector of each client, and the attacks are made on that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace as changed
 from torch import Tensor
 
+from fedveil import message
+from fedveil.clients import Letter, Reply
+from fedveil.engines.local import Local
+from fedveil.federation import Federation, Sampling, State
+from fedveil.privacy.secagg import Masked, shapes
 from fedveil.seeds import Seed
 from fedveil.task import Task
 from fedveil.updates.codec import Tuned
-from fedveil.updates.fedage import FedAge
+from fedveil.updates.fedage import Codes, FedAge
 from fedveil.updates.fit import cosine
+from fedveil.updates.raw import FedAvg
 
 
 def direct(task: Task, codec: Tuned, payloads: Sequence[Any]) -> Tensor:
@@ -25,12 +34,46 @@ def direct(task: Task, codec: Tuned, payloads: Sequence[Any]) -> Tensor:
     return codec.decode(task, task.initial.expand(len(payloads), -1), payloads)
 
 
-def differential(task: Task, codec: Tuned, payloads: Sequence[Any]) -> Tensor:
-    """ĝ_i = m (D(mean of codes) - D(mean with E(0) for client i's)), [m, d]."""
+def differential(task: Task, codec: Tuned, payloads: Sequence[Any], seen: Sequence[Any] | None = None) -> Tensor:
+    """ĝ_i = m (D(mean of codes) - D(mean with E(0) for client i's)), [m, d].
+
+    seen: what the server takes for each client's codes where it is not the codes themselves, of which it has the mean
+    """
     (nothing,) = codec.encode(task, task.initial[None], torch.zeros_like(task.initial)[None], [Seed.root(0)], None)
-    whole = codec.merge(task, payloads)
-    others = [[nothing if j == i else p for j, p in enumerate(payloads)] for i in range(len(payloads))]
-    return len(payloads) * torch.stack([whole - codec.merge(task, rest) for rest in others])
+    whole, m = message.stack(payloads, "codes").mean(0), len(payloads)
+    rest = [changed(p, codes=whole + (nothing.codes - p.codes) / m) for p in seen or payloads]
+    left = torch.stack([codec.merge(task, [p]) for p in rest])
+    return m * (codec.merge(task, [changed(nothing, codes=whole)]) - left)
+
+
+class Listening(Local):
+    """Clients in this process, and a server that keeps every masked vector it is sent, by client."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: dict[int, Tensor] = {}
+
+    def deliver(self, letters: Sequence[Letter], deadline: float | None) -> Iterable[Reply]:
+        for reply in super().deliver(letters, deadline):
+            if reply.frame and message.envelope(reply.frame)[0] == Masked.kind:
+                masked, _ = message.unframe(reply.frame, {Masked.kind: Masked}, len(reply.frame))
+                assert isinstance(masked, Masked)
+                self.heard[reply.client] = masked.vector
+            yield reply
+
+
+def overheard(task: Task, method: FedAvg, plan: Sampling, seed: Seed, state: State, number: int) -> dict[int, Codes]:
+    """Play round `number` of a run under a secure sum: each client's masked vector, read as if it were its codes."""
+    assert method.summing
+    engine = Listening()
+    Federation(task, method, engine, plan, seed).step(state, number, number)
+    fixed = method.summing.fixed_point(len(engine.heard), task.sizes, Codes)
+    bound, read = shapes(Codes, method.up.sizes(task)), {}
+    for client, vector in engine.heard.items():
+        values, _, _ = fixed.decode(vector.numpy().view(fixed.dtype), 1)
+        parts = torch.from_numpy(values).float().split([math.prod(shape) for shape in bound.values()])
+        read[client] = Codes(*(part.view(shape) for part, shape in zip(parts, bound.values(), strict=True)))
+    return read
 
 
 COSINES = ("control", "direct", "differential", "baseline", "own")
@@ -61,16 +104,21 @@ class Exposure:
         return cosines | {"spread": self.errors.std(1).tolist()}
 
 
-def expose(task: Task, codec: FedAge, updates: Tensor, seed: Seed, round_: int = 1) -> Exposure:
-    """Attack the codes of a cohort of m ≥ 2 with these updates [m, d]; `seed` is that of the round."""
+def expose(
+    task: Task, codec: FedAge, updates: Tensor, seed: Seed, round_: int = 1, seen: Sequence[Codes] | None = None
+) -> Exposure:
+    """Attack the codes of a cohort of m ≥ 2 with these updates [m, d]; `seed` is that of the round.
 
-    def attacked(code: FedAge) -> tuple[Tensor, Tensor]:
+    seen: under a secure sum, what the server holds instead of each client's codes
+    """
+
+    def attacked(code: FedAge, seen: Sequence[Codes] | None = None) -> tuple[Tensor, Tensor]:
         tuned = code.at(code.agree(updates.abs().amax(1), round_), seed)
         seeds = [seed.child("attack", i) for i in range(len(updates))]
         payloads = tuned.encode(task, updates, updates, seeds, None)
-        return direct(task, tuned, payloads), differential(task, tuned, payloads)
+        return direct(task, tuned, seen or payloads), differential(task, tuned, payloads, seen)
 
-    decoded, difference = attacked(codec)
+    decoded, difference = attacked(codec, seen)
     _, faithful = attacked(replace(codec, code=codec.block, width=0, levels=1 << 15, scale=1.0, decay=1.0, most=None))
     return Exposure(
         cosine(faithful, updates),

@@ -125,7 +125,7 @@ def attack(path: Annotated[Path, argument("DIR")], format: Shown = Format.table)
 
     Example: fedveil fedage attack runs/demo/digits-fedage
     """
-    from fedveil.attacks.differential import expose
+    from fedveil.attacks.differential import expose, overheard
     from fedveil.clients import Crowd
     from fedveil.report.figures import densities, svg
     from fedveil.seeds import Seed
@@ -150,7 +150,15 @@ def attack(path: Annotated[Path, argument("DIR")], format: Shown = Format.table)
     memory: list[Any] = [None] * len(clients)
     crowd = Crowd(task, clients, number, seed, Seed.private(), memory, [{} for _ in clients])
     updates = method.privatised(crowd, method.update(crowd, saved.state.weights.to(task.device)))
-    found = expose(task, method.up, updates * shares(crowd).to(updates), seed, number)
+    seen = None
+    if method.secure:
+        root = Seed.root(job.recipe.seed)
+        heard = overheard(task, method, job.recipe.cohort, root, saved.state, number)
+        if len(heard) < len(clients):
+            raise ValueError("in the next round clients drop out; set cohort.drop to 0 in a run to be attacked")
+        seen = [heard[k] for k in clients]
+        say("the run sums codes securely, so what is attacked is each client's masked vector")
+    found = expose(task, method.up, updates * shares(crowd).to(updates), seed, number, seen)
     told = {"round": number, "clients": list(clients), **found.figures()}
     (path / "attack.json").write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=2) + b"\n")
     (path / "figures").mkdir(exist_ok=True)

@@ -19,7 +19,7 @@ from fedveil.cost import Turn, Work
 from fedveil.federation import About, Cohort, Method
 from fedveil.graphs import one_thread
 from fedveil.local import Local
-from fedveil.message import Answer, Count, Question, Shape, Size, Weights
+from fedveil.message import Answer, Count, Question, Refused, Shape, Size, Weights
 from fedveil.privacy.secagg import SecureSum
 from fedveil.probes import edge
 from fedveil.probes.directions import LAWS, Directions, order, words
@@ -168,9 +168,9 @@ class Baffle(Method):
             raise ValueError(
                 'method.down is "replay", which repeats K shared slopes; it needs level "batch" and seeds "shared"'
             )
-        if self.secure and self.level == "batch" and (self.seeds, self.weak) != ("shared", None):
+        if self.secure and (self.weak is not None or (self.level, self.seeds) == ("batch", "own")):
             raise ValueError(
-                "method.secure sums slopes along the same directions for all clients; "
+                "method.secure sums what all clients have along the same directions; "
                 'set method.seeds="shared" and leave method.weak out'
             )
 
@@ -254,7 +254,7 @@ class Baffle(Method):
 
     def probe(self, crowd: Crowd, w: Tensor, question: Probe | ProbeHere) -> list[Slopes]:
         """Slopes at `w` [d]. With shared seeds all clients' records run through the same perturbed models."""
-        task, count = crowd.task, question.directions
+        task, count = crowd.task, self.asked(question)
         keys = words(torch.tensor([question.key]), torch.tensor(crowd.clients))
         index, mask = self.drawn(crowd, keys)
         mask = mask / mask.sum(1, keepdim=True)
@@ -268,6 +268,14 @@ class Baffle(Method):
                 x, y, keys = x.flatten(0, 1)[None], y.flatten(0, 1)[None], keys.new_tensor([question.key])
             slopes = self.prober(task).slopes(weights, keys, x, y, share, count).reshape(len(crowd), count).cpu()
         return [Slopes(row, int(n)) for row, n in zip(slopes, crowd.rows.counts, strict=True)]
+
+    def asked(self, question: Probe | ProbeHere | Walk) -> int:
+        """K of a question, unless it is more work than the recipe says."""
+        if question.directions > self.directions:
+            raise Refused(
+                "out of range", f"{question.directions} directions are asked for, {self.directions} are answered"
+            )
+        return question.directions
 
     def drawn(self, crowd: Crowd, keys: Tensor) -> tuple[Tensor, Tensor]:
         """The records of a batch: indices [C, B], and 1 for each, 0 for padding."""
@@ -283,7 +291,7 @@ class Baffle(Method):
 
     def walk(self, crowd: Crowd, question: Walk) -> list[Walked]:
         """Local training whose gradients are estimated, each along directions of its own step."""
-        task, count, w = crowd.task, question.directions, question.weights.to(crowd.task.device)
+        task, count, w = crowd.task, self.asked(question), question.weights.to(crowd.task.device)
         prober, taken = self.prober(task), torch.zeros(1, dtype=torch.int64, device=task.device)
         keys = torch.tensor([question.key], device=task.device).expand(len(crowd))
         if self.seeds == "own":
@@ -296,10 +304,8 @@ class Baffle(Method):
 
         local, correction, before = self.local, None, crowd.passes
         if self.layers and local.weight_decay:  # what is not trained does not decay
-            trained, local = (
-                prober.spread(w.new_ones(prober.directions.size)),
-                dataclasses.replace(local, weight_decay=0),
-            )
+            trained = prober.spread(w.new_ones(prober.directions.size))
+            local = dataclasses.replace(local, weight_decay=0)
             correction = lambda v: self.local.weight_decay * trained * v  # noqa: E731
         with forward_only(task.device):
             weights, _ = local.train(crowd, w, correction, estimate)

@@ -104,6 +104,11 @@ class CodeSpace(Codec):
         """8 bytes that tell the code from any other that would not decode it."""
         raise NotImplementedError
 
+    @property
+    def reach(self) -> float:
+        """The largest magnitude in a payload."""
+        raise NotImplementedError
+
     def agree(self, largest: Tensor, round_: int) -> float:
         raise NotImplementedError
 
@@ -130,6 +135,8 @@ class Tuned(Codec):
 @message.kind(3)
 class Update(Answer, frozen=True):
     """w_k - w, and the number of records behind it."""
+
+    sums: ClassVar[bool] = True
 
     update: Weights
     records: Count = 1

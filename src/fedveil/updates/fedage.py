@@ -86,9 +86,13 @@ class FedAge(CodeSpace):
         return {**task.sizes, "blocks": -(-task.layout.size // self.block), "code": self.pair.code}
 
     def check(self, task: Task, payload: Codes) -> None:
-        furthest, reach = float(payload.codes.abs().max()), autoencoder.load(self.pair, task.device).reach
+        furthest, reach = float(payload.codes.abs().max()), self.reach
         if furthest > reach:
             raise Refused("out of range", f"a code reaches {furthest:g}, the pair's own reach {reach:g} at most")
+
+    @property
+    def reach(self) -> float:
+        return autoencoder.load(self.pair, torch.device("cpu")).reach
 
     @property
     def fixed(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
@@ -16,6 +17,7 @@ from fedveil.clients import Crowd
 from fedveil.cost import Turn, Work
 from fedveil.federation import About, Answers, Cohort, Method, State
 from fedveil.message import Answer, Question, Record, Refused, Size, Weights
+from fedveil.privacy.secagg import SecureSum
 from fedveil.task import Task
 from fedveil.updates.codec import Codec, CodeSpace, Magnitude, Raw, Send, Tuned, Update
 from fedveil.updates.down import Down, Follow, Held, Train, TrainFrom, TrainFull, TrainHere
@@ -24,14 +26,18 @@ from fedveil.updates.local import Local, full_gradient, full_work
 from fedveil.updates.server import Merge, Server, ServerState
 
 
-def raw_about(summary: str, sends: str, paper: str) -> About:
-    """What holds for every method that sends updates in the clear."""
+def raw_about(summary: str, sends: str, paper: str, sums: bool = True) -> About:
+    """What holds for every method that sends updates in the clear, and for those that can sum them securely."""
+    proved = (("proved", "with secure: the server learns the sum over the clients, and nothing else of any one."),)
     return About(
         summary,
         sends,
         server_sees="every client's update, exactly; from one record's gradient its input can be rebuilt",
         network_sees="the same bytes, unless the transport encrypts them",
-        claims=(("measured", "by others: inputs are rebuilt from updates by inversion. It protects nothing."),),
+        claims=(
+            ("measured", "by others: inputs are rebuilt from updates by inversion. It protects nothing."),
+            *(proved if sums else ()),
+        ),
         paper=paper,
     )
 
@@ -45,6 +51,8 @@ class FedAvg(Method):
     full_rounds: the last so many rounds send full updates and full weights (TOFU's switch₂)
     clip, noise: cut each update's norm to `clip` and add Gaussian noise of deviation noise × clip to each weight,
                  before it is encoded; without accounting, so it promises nothing by itself
+    secure:      the server learns the sum of the updates only, or of the codes; with a codec whose messages do not add
+                 up, that of the full rounds
     """
 
     name: ClassVar[str] = "fedavg"
@@ -63,6 +71,7 @@ class FedAvg(Method):
     full_rounds: int = 0
     clip: float | None = None
     noise: float = 0.0
+    secure: SecureSum | None = None
 
     def __post_init__(self) -> None:
         if self.full_rounds < 0 or self.noise < 0 or (self.clip is not None and self.clip <= 0):
@@ -81,30 +90,48 @@ class FedAvg(Method):
                 f"method.feedback adds what {self.up.name} lost to the next update, but a code that is the same in "
                 "every round never sends it; set method.up.permute=true"
             )
+        if self.secure and self.full_rounds and isinstance(self.up, CodeSpace):
+            raise ValueError(
+                f"method.secure sums either {self.up.name}'s codes or full updates, which have another range; "
+                "set full_rounds to 0"
+            )
 
     def begin(self, task: Task) -> State:
         for codec in (self.up, self.down):
             if codec:
                 codec.refuse(task)
+        if how := self.summing:
+            summed = self.up.payload if self.up.payload.sums or not self.full_rounds else Update
+            how.refuse(task, summed, self.merge.kind)
         return self.server.begin(task.initial)
+
+    @property
+    def summing(self) -> SecureSum | None:
+        """How sums are taken. Codes have a range of their own, whatever that of updates is said to be."""
+        if self.secure and isinstance(self.up, CodeSpace):
+            return dataclasses.replace(self.secure, clip=self.up.reach)
+        return self.secure
 
     def round(self, state: ServerState, cohort: Cohort) -> State:
         if cohort.rounds_left < self.full_rounds:
             return self.full_round(state, cohort)
         down = Down(self.down)
         base, question, cohort = down.reach(state, cohort)
-        answers = cohort.ask(question)
         if isinstance(self.up, CodeSpace):
-            mean, payloads = in_code_space(self.up, answers, cohort)
-            delta = mean / float(message.stack(list(payloads.values()), "share").mean())
+            mean, share, _ = in_code_space(self.up, cohort.ask(question), cohort, self.summing)
+            delta = mean / share
+        elif self.secure and self.up.payload.sums:
+            delta = cohort.ask_sum(question, self.secure).mean("update").to(base.device)
         else:
-            delta = self.merged(base, answers, cohort)
+            delta = self.merged(base, cohort.ask(question), cohort)
         return down.step(self.server, state, delta, cohort)
 
     def full_round(self, state: ServerState, cohort: Cohort) -> State:
-        """Full weights down, full updates up."""
-        answers = cohort.ask(TrainFull(state.weights))
-        device = cohort.task.device
+        """Full weights down, full updates up, or with `secure` their sum."""
+        question, device = TrainFull(state.weights), cohort.task.device
+        if self.secure:
+            return self.server.step(state, cohort.ask_sum(question, self.secure).mean("update").to(device))
+        answers = cohort.ask(question)
         delta = self.merge(answers.stack("update", device), answers.stack("records", device))
         return self.server.step(state, delta)
 
@@ -135,8 +162,12 @@ class FedAvg(Method):
 
     def questions(self, task: Task, turn: Turn) -> list[Question]:
         if turn.rounds - turn.round < self.full_rounds:
-            return [message.blank(TrainFull, task.sizes)]
-        return Down(self.down).questions(task, turn) + [Send(0.0)] * isinstance(self.up, CodeSpace)
+            asked: list[Question] = [message.blank(TrainFull, task.sizes)]
+        else:
+            asked = Down(self.down).questions(task, turn) + [Send(0.0)] * isinstance(self.up, CodeSpace)
+        if (how := self.summing) and isinstance(asked[-1], tuple(self.summed)):
+            asked[-1:] = how.questions(self, task, asked[-1], turn)
+        return asked
 
     def work(self, turn: Turn) -> Work:
         trained = self.training(turn.records)
@@ -149,7 +180,7 @@ class FedAvg(Method):
     @property
     def answer(self) -> Mapping[type[Question], Callable[[Crowd, Any], Sequence[Answer]]]:
         down = Down(self.down)
-        return {
+        table: dict[type[Question], Callable[[Crowd, Any], Sequence[Answer]]] = {
             Train: lambda crowd, q: self.encoded(crowd, q.weights.to(crowd.task.device)),
             TrainFull: lambda crowd, q: self.raw(crowd, q.weights.to(crowd.task.device)),
             Follow: down.follow,
@@ -157,6 +188,16 @@ class FedAvg(Method):
             TrainFrom: lambda crowd, q: self.encoded(crowd, down.drawn(crowd, q)),
             Send: self.sent,
         }
+        if how := self.summing:
+            table |= how.stages({kind: table.pop(kind) for kind in self.summed})
+        return table
+
+    @property
+    def summed(self) -> list[type[Question]]:
+        """The questions whose answers are summed, with `secure`, and not given in the clear."""
+        if isinstance(self.up, CodeSpace):
+            return [Send]
+        return [Train, TrainHere, TrainFrom, TrainFull] if self.up.payload.sums else [TrainFull]
 
     def update(self, crowd: Crowd, w: Tensor) -> Tensor:
         """Each client's update after local training from `w` [d], [C, d]."""
@@ -229,16 +270,21 @@ def checked(up: Codec, answers: Answers, cohort: Cohort) -> dict[int, Any]:
     return usable
 
 
-def in_code_space(up: CodeSpace, told: Answers, cohort: Cohort) -> tuple[Tensor, dict[int, Any]]:
-    """Agree on a scale, collect codes and decode their mean: the mean vector [d], and the payloads behind it.
-
-    Nothing here looks at one client's codes but to check them: a secure sum of codes and of records would do.
-    """
+def in_code_space(
+    up: CodeSpace, told: Answers, cohort: Cohort, secure: SecureSum | None = None
+) -> tuple[Tensor, float, Sequence[int]]:
+    """Agree on a scale, collect codes and decode their mean: the mean vector [d], the mean share, and whose it is."""
     scale = up.agree(told.stack("largest"), cohort.round)
-    asked = cohort.only(told)
-    payloads = checked(up, asked.ask(Send(scale, up.digest)), asked)
+    asked, question = cohort.only(told), Send(scale, up.digest)
     cohort.note(scale=scale)
-    return up.at(scale, cohort.seed).merge(cohort.task, list(payloads.values())), payloads
+    if secure:
+        total = asked.ask_sum(question, secure)
+        usable = {-1: up.payload(**{name: total.mean(name) for name in total.totals})}
+    else:
+        usable = checked(up, asked.ask(question), asked)
+    payloads, clients = list(usable.values()), total.clients if secure else tuple(usable)
+    mean = up.at(scale, cohort.seed).merge(cohort.task, payloads)
+    return mean, float(message.stack(payloads, "share").mean()), clients
 
 
 def shares(crowd: Crowd) -> Tensor:
@@ -356,6 +402,7 @@ class Scaffold(Method):
         "Clients correct their drift by the difference of their own and the mean gradient.",
         "the weight update and the change of the control variate (2d floats)",
         "Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, 2020",
+        sums=False,
     )
 
     local: Local = field(default_factory=Local)
@@ -426,6 +473,7 @@ class QFedAvg(Method):
         "FedAvg that weights clients by their loss to the power q, for a fairer model.",
         "the loss-weighted update Δ_k (d floats) and the scalar h_k",
         "Li et al., Fair Resource Allocation in Federated Learning, 2020",
+        sums=False,
     )
 
     local: Local = field(default_factory=Local)
@@ -445,8 +493,8 @@ class QFedAvg(Method):
     def round(self, state: ServerState, cohort: Cohort) -> State:
         answers = cohort.ask(TrainFair(state.weights))
         if isinstance(self.up, CodeSpace):
-            mean, payloads = in_code_space(self.up, answers, cohort)
-            return ServerState(state.weights - mean * (len(payloads) / sum(answers[k].weight for k in payloads)))
+            mean, _, clients = in_code_space(self.up, answers, cohort)
+            return ServerState(state.weights - mean * (len(clients) / sum(answers[k].weight for k in clients)))
         device = cohort.task.device
         step = answers.stack("update", device).sum(0) / answers.stack("weight", device).sum().float()
         return ServerState(state.weights - step)

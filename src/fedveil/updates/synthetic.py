@@ -45,7 +45,7 @@ class TofuAvg(FedAvg):
     about: ClassVar[About] = About(
         "Clients send a few proxy points whose weighted gradient points along their update.",
         "proxy inputs with soft labels, a weight for each, and the norm of each layer's update",
-        _SEES + "; in full rounds the update itself",
+        _SEES + "; in full rounds the update itself, or with secure the sum of all",
         "the same bytes, unless the transport encrypts them",
         (_EXPOSED,),
         "TOFU: Towards Obfuscated Federated Updates by Encoding Weight Updates into Gradients from Proxy Data, 2022",
@@ -75,6 +75,11 @@ class FedAgeAvg(FedAvg):
                 "measured",
                 "'fedveil fedage attack DIR' decodes each client's codes, and finds them by difference, as a server "
                 "can, and says how near the results are to the updates; a code that loses nothing is the control.",
+            ),
+            (
+                "proved",
+                "with secure: of the codes the server learns the sum over the clients only, and can decode nobody's; "
+                "it still learns the largest magnitude in each update.",
             ),
         ),
         "Zeng et al., Aggregating Gradients in Encoded Domain for Federated Learning, 2022",
