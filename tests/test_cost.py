@@ -12,7 +12,7 @@ from fedveil.updates.codec import Update
 from toys import Twice, linear_task
 
 DIGITS = [name for name in recipe.names() if name.startswith("digits/")]
-QUICK = ["rounds=2", "evaluate_every=9", "method.local.epochs=1"]
+QUICK = ["rounds=2", "evaluate_every=9", "method.local.epochs=1", "cohort.drop=0.0"]
 ALL = "cohort.size=10"
 DOWN = {
     "steps, all clients": ["rounds=4", ALL, "method.down.name=qsgd"],

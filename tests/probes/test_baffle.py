@@ -141,13 +141,13 @@ def test_only_the_chosen_layers_are_trained(level):
 def test_the_secure_sum_gives_the_round_that_answers_in_the_clear_give(level):
     method = fv.Baffle(level=level, directions=16, **PLAIN)
     clear = one_round(linear_task(uneven=True), method)
-    summed = one_round(linear_task(uneven=True), dataclasses.replace(method, secure=fv.privacy.SecureSum(clip=16.0)))
+    summed = one_round(linear_task(uneven=True), dataclasses.replace(method, secure=fv.SecureSum(clip=16.0)))
     assert torch.allclose(summed.weights, clear.weights, atol=2e-3 if level == "batch" else 1e-3)
     assert not torch.equal(summed.weights, summed.task.initial)
 
 
 def test_a_masked_vector_is_four_bytes_a_direction_and_the_protocol_a_column_of_its_own():
-    method = fv.Baffle(directions=100, secure=fv.privacy.SecureSum(clip=16.0))
+    method = fv.Baffle(directions=100, secure=fv.SecureSum(clip=16.0))
     (row,) = one_round(linear_task(), method).ledger.rows
     masked = next(stage for stage in row.secure if stage.stage == "masked")
     bare = len(message.frame(Slopes(torch.zeros(102)), message.Envelope()))  # two elements more: weight and clipped
@@ -157,7 +157,7 @@ def test_a_masked_vector_is_four_bytes_a_direction_and_the_protocol_a_column_of_
 
 
 def test_questions_that_are_summed_are_not_answered_in_the_clear():
-    method = fv.Baffle(secure=fv.privacy.SecureSum(clip=16.0))
+    method = fv.Baffle(secure=fv.SecureSum(clip=16.0))
     assert Probe not in method.answer
     assert Slopes.sums
     assert Walked.sums
@@ -179,8 +179,8 @@ def test_questions_that_are_summed_are_not_answered_in_the_clear():
         ({"batch": 0}, "method.batch and method.memory are at least 1"),
         ({"down": "replay", "seeds": "own"}, 'it needs level "batch" and seeds "shared"'),
         ({"down": "replay", "level": "epoch"}, 'it needs level "batch" and seeds "shared"'),
-        ({"secure": fv.privacy.SecureSum(), "seeds": "own"}, 'set method.seeds="shared" and leave method.weak out'),
-        ({"secure": fv.privacy.SecureSum(), "weak": 3}, 'set method.seeds="shared" and leave method.weak out'),
+        ({"secure": fv.SecureSum(), "seeds": "own"}, 'set method.seeds="shared" and leave method.weak out'),
+        ({"secure": fv.SecureSum(), "weak": 3}, 'set method.seeds="shared" and leave method.weak out'),
     ],
 )
 def test_settings_that_do_not_go_together_are_one_sentence(settings, sentence):
@@ -201,7 +201,13 @@ def test_a_layer_that_is_not_there_is_named():
         fv.Baffle(layers=["fc*"]).begin(linear_task())
 
 
-@pytest.mark.parametrize("settings", [{}, {"weak": 20}, {"down": "replay"}, {"level": "epoch"}, {"batch": 7}])
+SUMMED = {"secure": fv.SecureSum(clip=16.0)}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"weak": 20}, {"down": "replay"}, {"level": "epoch"}, {"batch": 7}, SUMMED, {**SUMMED, "down": "replay"}],
+)
 def test_what_a_run_costs_is_known_before(settings):
     plan = dataclasses.replace(
         recipe.read("digits/fedavg", ["split.clients=60"]),

@@ -220,7 +220,7 @@ def test_layers_that_are_not_trained_are_part_of_the_model_and_can_have_8_bits(t
     [
         ({"level": "epoch"}, "the edge client answers at the batch level"),
         ({"down": "replay"}, "the edge client answers at the batch level"),
-        ({"secure": fv.privacy.SecureSum()}, "the edge client answers at the batch level"),
+        ({"secure": fv.SecureSum()}, "the edge client answers at the batch level"),
     ],
 )
 def test_what_an_edge_client_cannot_do_is_said(task, tmp_path, settings, sentence):

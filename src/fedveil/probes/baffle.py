@@ -361,12 +361,15 @@ class Baffle(Method):
 
     def questions(self, task: Task, turn: Turn) -> list[Question]:
         count, weights = self.of(turn.client), torch.empty(task.layout.size, device="meta")
-        if self.level == "epoch":
-            return [Walk(weights, 2**62, count)]
-        if self.down == "replay":
+        asked: list[Question] = [Walk(weights, 2**62, count)]
+        if self.level == "batch" and self.down == "replay":
             caught = self.replay.foreseen(task, turn.round - 1, turn.missed)
-            return [caught, ProbeHere(turn.round - 1, 2**62, count)]
-        return [Probe(weights, 2**62, count)]
+            asked = [caught, ProbeHere(turn.round - 1, 2**62, count)]
+        elif self.level == "batch":
+            asked = [Probe(weights, 2**62, count)]
+        if self.secure:
+            asked[-1:] = self.secure.questions(self, task, asked[-1], turn)
+        return asked
 
     def work(self, turn: Turn) -> Work:
         count = self.of(turn.client)

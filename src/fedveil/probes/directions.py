@@ -1,7 +1,7 @@
 """Directions regrown from a key: the same on a server, a client, a GPU, and in NumPy on a device without PyTorch.
 
 Word n of a key is SplitMix64 (Steele et al. 2014) at place n: mix(key + (n + 1) γ) in 64 bits that wrap. There is no
-state, so any direction can be had without the ones before it, and none is ever stored. Every function takes `xp`,
+state, so any direction can be had without the ones before it, and none is ever stored. What makes arrays takes `xp`,
 either `numpy` or `torch`, and computes with that library's int64 alone; words and signs are the same bit for bit in
 both, Gaussians up to the rounding of a logarithm and a cosine. This module imports neither.
 """

@@ -57,6 +57,8 @@ def secured(run: Run) -> str:
             "who took part and at which stage who dropped out.",
             f"It could not see the vector or the record count of any client (proved, {server}).",
         ]
+        if any("scale" in row.metrics for row in done):
+            said.append("To agree on a scale it was told the largest magnitude in each client's update.")
     if len(asked) > len(done):
         said.append(f"{plural(len(asked) - len(done), 'sum')} stopped early and gave nothing away.")
     if len(rows) > len(asked):
