@@ -16,8 +16,8 @@ from fedveil.data import from_tensors
 from fedveil.engines import Local
 from fedveil.message import Refused
 from fedveil.runs import KEPT, RunError, RunFolder, environment, read_checkpoint
+from fedveil.server import ServerState
 from fedveil.updates.raw import Control
-from fedveil.updates.server import ServerState
 from toys import LastReference, Tamper, kept, linear_task
 
 LOCAL = fv.Local(batch=4)

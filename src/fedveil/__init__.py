@@ -4,19 +4,19 @@ from fedveil.clients import Crowd
 from fedveil.data import Data, Split, load, split
 from fedveil.federation import METHODS, About, Answers, Cohort, Federation, Method, Sampling, State, run
 from fedveil.ledger import Ledger, Result, Row
+from fedveil.local import Local
 from fedveil.message import Answer, Question, Record, Refused
 from fedveil.privacy import SecureSum
 from fedveil.probes.baffle import Baffle
 from fedveil.recipe import Recipe
 from fedveil.seeds import Seed
+from fedveil.server import Merge, Server
 from fedveil.task import Task
 from fedveil.updates.codec import Codec, Raw
 from fedveil.updates.compress import Half, Qsgd, TopK
 from fedveil.updates.fedage import FedAge
 from fedveil.updates.fedsynth import FedSynth
-from fedveil.updates.local import Local
 from fedveil.updates.raw import FedAvg, FedProx, FedSGD, QFedAvg, Scaffold
-from fedveil.updates.server import Merge, Server
 from fedveil.updates.squeeze import Zstd
 from fedveil.updates.synthetic import FedAgeAvg, FedSynthAvg, TofuAvg
 from fedveil.updates.tiers import Tiers

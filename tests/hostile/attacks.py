@@ -20,7 +20,7 @@ import torch
 
 from fedveil import message
 from fedveil.message import KINDS, PREFIX_BYTES
-from fedveil.updates.server import ServerState
+from fedveil.server import ServerState
 
 WEIGHTS = 8
 NESTED: list[Any] = functools.reduce(lambda inner, _: [inner], range(500), [])

@@ -12,9 +12,9 @@ from fedveil.clients import Letter, Reply
 from fedveil.data import from_tensors
 from fedveil.engines import Local
 from fedveil.message import Envelope
+from fedveil.server import ServerState
 from fedveil.updates.codec import Update
 from fedveil.updates.down import Follow, Train, TrainFrom, TrainFull, TrainHere
-from fedveil.updates.server import ServerState
 from toys import kept
 from updates.codecs import crowd_of, image_task
 

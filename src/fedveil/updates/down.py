@@ -24,9 +24,9 @@ from fedveil.cost import Turn
 from fedveil.federation import BelowQuorum, Cohort, State
 from fedveil.graphs import one_thread
 from fedveil.message import Answer, Envelope, Folded, Question, Record, Refused, Weights
+from fedveil.server import Server, ServerState
 from fedveil.task import Task
 from fedveil.updates.codec import Codec, Update
-from fedveil.updates.server import Server, ServerState
 
 
 @message.kind(4)

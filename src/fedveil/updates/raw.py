@@ -16,14 +16,14 @@ from fedveil import message
 from fedveil.clients import Crowd
 from fedveil.cost import Turn, Work
 from fedveil.federation import About, Answers, Cohort, Method, State
+from fedveil.local import Local, full_gradient, full_work
 from fedveil.message import Answer, Question, Record, Refused, Size, Weights
 from fedveil.privacy.secagg import SecureSum
+from fedveil.server import Merge, Server, ServerState
 from fedveil.task import Task
 from fedveil.updates.codec import Codec, CodeSpace, Magnitude, Raw, Send, Tuned, Update
 from fedveil.updates.down import Down, Follow, Held, Train, TrainFrom, TrainFull, TrainHere
 from fedveil.updates.fit import cosine, normal
-from fedveil.updates.local import Local, full_gradient, full_work
-from fedveil.updates.server import Merge, Server, ServerState
 
 
 def raw_about(summary: str, sends: str, paper: str, sums: bool = True) -> About:
