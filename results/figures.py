@@ -34,6 +34,8 @@ DIGITS = (  # in the order of the table; the first is what the others are compar
     *("fedavg-half", "fedavg-qsgd", "fedavg-zstd"),
     *("fedavg-top-k-0.06", "fedavg-top-k-0.0155", "fedavg-top-k"),
     *("tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit"),
+    *("fedage", "fedage-linear", "baffle-clear"),
+    *("fedavg-secure", "fedage-secure", "baffle"),
 )
 CLASSES = ("fedavg-classes", "fedprox-classes", "scaffold-classes")
 CODECS = ("fedavg", "fedavg-half", "fedavg-qsgd", "fedavg-top-k", "tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit")
@@ -79,7 +81,11 @@ class Run:
             "q-fedavg": "the update weighted by its loss, and one number",
             "fedsgd": "the gradient over all its records",
         }
-        return plain.get(method["name"]) or _payload(method["up"])
+        if method["name"] == "baffle":
+            said = f"{method['directions']} slopes"
+        else:
+            said = plain.get(method["name"]) or _payload(method["up"])
+        return f"{said}, in a secure sum" if "secure" in method else said
 
 
 def _payload(codec: dict[str, Any]) -> str:
@@ -97,6 +103,10 @@ def _payload(codec: dict[str, Any]) -> str:
             return f"the largest {100 * codec['share']:g}% of the update"
         case "tofu":
             return f"{codec['points']} proxy pictures in {bits} bits"
+        case "fedage":
+            half = codec.get("code", codec["block"] // 2)
+            learned = "learned" if codec["width"] else "linear"
+            return f"{learned} codes, {half} numbers for {codec['block']}, of either sign"
         case "fedsynth":
             return f"{codec['batches'] * codec['batch']} synthetic pictures in {bits} bits"
     raise ValueError(f"no words for the codec {codec['name']}")

@@ -113,3 +113,17 @@ def test_attacks_that_succeed_on_codes_fail_on_what_a_secure_sum_shows():
         assert float(before.min()) > 0.5
         assert float(after.max()) < 0.05
     assert float(hidden.control.min()) > 0.999
+
+
+def test_on_the_digits_a_fifth_of_the_cohort_may_drop_out_of_the_sum():
+    secure, plain = recipe.read("digits/fedavg-secure"), recipe.read("digits/fedavg", ["cohort.size=10"])
+    done = {
+        plan.method.secure is None: fv.run(plan.build(), plan.method, rounds=plan.rounds, cohort=plan.cohort)
+        for plan in (secure, plain)
+    }
+    rows = done[False].ledger.rows
+    gone = 1 - sum(row.secure[-1].answered for row in rows) / (10 * len(rows))
+    assert 0.15 < gone < 0.25
+    last3 = [done[clear].summary()["accuracy_last3"] for clear in (False, True)]
+    print(f"secure, a fifth drops out: {last3[0]:.2%}; plain: {last3[1]:.2%}")
+    assert abs(last3[0] - last3[1]) <= 0.005
