@@ -34,9 +34,8 @@ DIGITS = (  # in the order of the table; the first is what the others are compar
     *("fedavg-half", "fedavg-qsgd", "fedavg-zstd"),
     *("fedavg-top-k-0.06", "fedavg-top-k-0.0155", "fedavg-top-k"),
     *("tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit"),
-    *("fedage", "fedage-linear", "baffle-clear"),
-    *("fedavg-secure", "fedage-secure", "baffle"),
 )
+SUMMED = ("fedage", "fedage-linear", "fedage-secure", "fedavg-secure", "baffle-clear", "baffle")
 CLASSES = ("fedavg-classes", "fedprox-classes", "scaffold-classes")
 CODECS = ("fedavg", "fedavg-half", "fedavg-qsgd", "fedavg-top-k", "tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit")
 CURVES = ("fedavg", "fedavg-qsgd", "fedavg-top-k", "tofu-8bit", "fedsynth-8bit")
@@ -169,6 +168,30 @@ def digits(names: Iterable[str]) -> str:
         for run in runs
     ]
     head = ("run", "a client sends", "bytes up, a client and round", "times fewer", "accuracy, %", "mean of last 3, %")
+    return table(head, rows, 2)
+
+
+def summed() -> str:
+    """Methods whose messages add up, in the clear and in a secure sum."""
+    rows = []
+    for run in (Run(f"digits/{name}") for name in SUMMED):
+        asked = sum(len(row.cohort) for row in run.ledger.rows)
+        rows.append(
+            (
+                f"`{run.name}`",
+                run.sends,
+                str(run.recipe["rounds"]),
+                str(run.recipe["cohort"]["size"]),
+                count(run.up),
+                count(run.summary["protocol_up"] / asked),
+                percent(run.summary["clients_failed"] / asked),
+                percent(run.summary["accuracy_last3"]),
+            )
+        )
+    head = (
+        *("run", "a client sends", "rounds", "clients a round", "bytes up, a client and round", "of that the protocol"),
+        *("answers missing, %", "mean of last 3, %"),
+    )
     return table(head, rows, 2)
 
 
@@ -333,6 +356,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "digits commands": lambda: commands(f"digits/{name}" for name in DIGITS),
     "digits classes": lambda: digits(CLASSES),
     "digits classes commands": lambda: commands(f"digits/{name}" for name in CLASSES),
+    "digits summed": summed,
+    "digits summed commands": lambda: commands(f"digits/{name}" for name in SUMMED),
     "mnist fedsynth": fedsynth,
     "mnist fedsynth shards": shards,
     "mnist fedsynth both": both_ways,

@@ -342,6 +342,7 @@ def test_every_result_is_in_a_table_and_names_nobodys_folders(figures):
     assert {name.removeprefix("digits/") for name in found if name.startswith("digits/")} == {
         *figures.DIGITS,
         *figures.CLASSES,
+        *figures.SUMMED,
     }
     for name in found:
         text = (ROOT / "results" / name / "environment.json").read_text(encoding="utf-8")
