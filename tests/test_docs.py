@@ -226,6 +226,7 @@ SECTIONS = {
     "The server's optimiser": (fv.Server, "method.server."),
     "The merge": (fv.Merge, "method.merge."),
     "The secure sum": (fv.SecureSum, "method.secure."),
+    "Differential privacy": (fv.DpSgd, "method.privacy."),
 }
 
 

@@ -7,10 +7,12 @@ from fedveil.ledger import Ledger, Result, Row
 from fedveil.local import Local
 from fedveil.message import Answer, Question, Record, Refused
 from fedveil.privacy import SecureSum
+from fedveil.privacy.dpsgd import DpSgd
 from fedveil.probes.baffle import Baffle
 from fedveil.recipe import Recipe
 from fedveil.seeds import Seed
 from fedveil.server import Merge, Server
+from fedveil.surrogates.fedlap import FedLap
 from fedveil.task import Task
 from fedveil.updates.codec import Codec, Raw
 from fedveil.updates.compress import Half, Qsgd, TopK
@@ -34,9 +36,11 @@ __all__ = [
     "Cohort",
     "Crowd",
     "Data",
+    "DpSgd",
     "FedAge",
     "FedAgeAvg",
     "FedAvg",
+    "FedLap",
     "FedProx",
     "FedSGD",
     "FedSynth",

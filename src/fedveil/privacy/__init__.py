@@ -1,4 +1,4 @@
-"""What is promised of privacy and proved: the secure sum."""
+"""What is promised of privacy and proved: the secure sum, and differential privacy of noised gradients."""
 
 from __future__ import annotations
 

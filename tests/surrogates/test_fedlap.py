@@ -1,0 +1,446 @@
+"""FedLAP's rounds, its radii and starts, what it refuses, and the digits."""
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedveil as fv
+from fedveil import message, recipe
+from fedveil.clients import Clients, Letter
+from fedveil.cost import cost
+from fedveil.data import from_tensors
+from fedveil.engines import Local as Engine
+from fedveil.message import Envelope, Refused
+from fedveil.privacy.accountant import Noised, epsilon
+from fedveil.privacy.dpsgd import DpSgd
+from fedveil.surrogates.fedlap import Classes, Distil, FedLap, Surrogate, WhichClasses
+from toys import Tamper, kept
+
+SMALL = {"images": 2, "passes": 1, "batches": 3, "batch": 8, "steps": 5, "image_lr": 1.0}
+PRIVATE = {"region": "constant", "weighting": "equal", "privacy": DpSgd(delta=1e-3)}
+
+
+def task_of(sizes=(12, 12, 12, 12), hands=((0, 1), (1, 2), (0, 2), (0, 1)), seed=0) -> fv.Task:
+    """A tanh net on 4 features and 3 classes; client k has sizes[k] records of the classes hands[k], in turn."""
+    draw = torch.Generator().manual_seed(seed)
+    y = torch.cat([torch.tensor(hand).repeat(-(-n // len(hand)))[:n] for n, hand in zip(sizes, hands, strict=True)])
+    x = torch.randn(len(y), 4, generator=draw) + 2 * torch.eye(4)[y]
+    data = from_tensors(x, y, x, y, classes=3)
+    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw) / 2)
+    return fv.Task(model, data, fv.Split(np.arange(len(y)), starts, "by hand"))
+
+
+def crowd_of(task, clients=None, round_=1, memory=None, notes=None) -> fv.Crowd:
+    clients = tuple(range(len(task.clients))) if clients is None else clients
+    blank = [None] * len(clients)
+    seed, secret = fv.Seed.root(0).child("round", round_), fv.Seed.root(9)
+    return fv.Crowd(task, clients, round_, seed, secret, memory or blank, notes or [{} for _ in clients])
+
+
+def question(task, method, classes=2) -> Distil:
+    return Distil(task.initial, method.images * classes)
+
+
+# ---------------------------------------------------------------------------------------------------- the clients
+
+
+def test_labels_are_equally_many_of_each_class_that_a_client_holds():
+    task, method = task_of(), FedLap(**SMALL)
+    assert [a.held.tolist() for a in method.which(crowd_of(task), WhichClasses())][:2] == [[1, 1, 0], [0, 1, 1]]
+    answers = method.distil(crowd_of(task), question(task, method))
+    assert [a.labels.tolist() for a in answers][:3] == [[0, 0, 1, 1], [1, 1, 2, 2], [0, 0, 2, 2]]
+    assert [a.records for a in answers] == [12] * 4
+
+
+def test_fitting_brings_the_gradients_of_the_images_to_those_of_the_records():
+    task = task_of()
+    method = FedLap(**{**SMALL, "batches": 200, "batch": 100, "image_lr": 0.5})
+    crowd = crowd_of(task)
+    labels = torch.stack([a.labels for a in method.distil(crowd_of(task), question(task, method))]).long()
+    images = method.start(crowd, labels)
+    before, after = torch.zeros(4), torch.zeros(4)
+    rows = torch.from_numpy(crowd.rows.padded()[0])
+    w = task.initial.expand(4, -1)
+    goal = task.gradient(w, task.x[rows], task.y[rows], torch.ones(rows.shape))[0]
+    method.slope(task, w, images, labels, goal, before)
+    method.fit(crowd, task.initial, images, labels)
+    method.slope(task, w, images, labels, goal, after)
+    assert (after < 0.2 * before).all()
+
+
+def test_a_stack_fits_what_its_clients_fit_by_themselves():
+    """Also where some are out of their radius while others go on, in two trajectories."""
+    task = task_of(sizes=(12, 9, 7, 11))
+    method = FedLap(**{**SMALL, "passes": 4}, model_steps=1, trajectories=2, radius=0.2)
+    left = []
+
+    class Watched(FedLap):
+        def real(self, crowd, weights, *where):
+            left.append(((weights - task.initial).norm(dim=1) >= self.radius).tolist())
+            return super().real(crowd, weights, *where)
+
+    together = Watched(**dataclasses.asdict(method)).distil(crowd_of(task), question(task, method))
+    assert any(True in some and False in some for some in left)
+    for k, answer in enumerate(together):
+        (alone,) = method.distil(crowd_of(task, (k,)), question(task, method))
+        assert torch.allclose(alone.images, answer.images, atol=1e-4)
+        assert alone.radius == pytest.approx(answer.radius, rel=1e-3)
+
+
+def test_what_images_start_from():
+    task = task_of()
+    labels = torch.tensor([[0, 0, 1, 1]])
+
+    def started(init, memory=None, round_=1):
+        return FedLap(**SMALL, init=init).start(crowd_of(task, (0,), round_, memory and [memory]), labels)
+
+    (answer,) = FedLap(**SMALL).distil(crowd := crowd_of(task, (0,)), Distil(task.initial, 4))
+    (last,) = crowd.kept
+    assert torch.equal(started("previous", last)[0], answer.images)
+    assert torch.equal(started("previous"), started("noise"))
+    assert torch.equal(started("noise", last), started("noise"))
+    assert not torch.equal(started("noise", round_=2), started("noise"))
+    real = started("real")[0]
+    own = task.clients[0]
+    for image, label in zip(real, labels[0], strict=True):
+        assert (task.x[own][task.y[own] == label] == image).all(1).any()
+    assert len(real.unique(dim=0)) == 4
+
+
+def test_a_class_with_fewer_records_than_images_repeats_them():
+    task = task_of(sizes=(3,), hands=((0, 1),))  # two records of class 0, one of class 1
+    real = FedLap(**{**SMALL, "images": 3}, init="real").start(crowd_of(task), torch.tensor([[0, 0, 0, 1, 1, 1]]))[0]
+    assert len(real[:3].unique(dim=0)) == 2
+    assert len(real[3:].unique(dim=0)) == 1
+
+
+def test_a_trajectory_stays_within_its_radius_and_makes_as_many_passes_as_it_may():
+    task, calls = task_of(), []
+
+    class Counted(FedLap):
+        def real(self, crowd, weights, *where):
+            calls.append((where, (weights - task.initial).norm(dim=1)))
+            return super().real(crowd, weights, *where)
+
+    steady = {**SMALL, "trajectories": 2, "passes": 4}
+    Counted(**steady).distil(crowd_of(task), question(task, FedLap(**SMALL)))
+    assert [where for where, _ in calls] == [(i, p) for i in range(2) for p in range(4)]
+    assert all((away == 0).all() for _, away in calls)  # without model steps the weights stay where they are
+    calls.clear()
+    Counted(**steady, model_steps=3, radius=1e-3).distil(crowd_of(task), question(task, FedLap(**SMALL)))
+    assert [where for where, _ in calls] == [(0, 0), (1, 0)]  # a step leads out of the ball
+
+
+def test_the_radius_is_where_the_real_loss_is_lowest_on_the_way():
+    task = task_of(sizes=(12,), hands=((0, 1),))
+    method = FedLap(**{**SMALL, "steps": 40, "lr": 1.0})
+    labels = torch.tensor([[0, 0, 1, 1]])
+    images = torch.randn(1, 4, 4, generator=torch.Generator().manual_seed(3))
+    (radius,) = method.calibrated(crowd_of(task), task.initial, images, labels).tolist()
+    w, seen = task.initial.clone(), []
+    for t in range(40):
+        gradient = task.gradient(w[None], images, labels, torch.ones(1, 4))[0][0]
+        w = w - 0.5 * (1 + math.cos(math.pi * t / 40)) * gradient
+        seen.append((float(task.losses(w, task.x, task.y).mean()), float((w - task.initial).norm())))
+    assert radius == pytest.approx(min(seen)[1], rel=1e-3)
+    assert 0 < radius < max(away for _, away in seen)
+
+
+def test_a_question_for_other_points_than_belong_to_the_classes_is_refused():
+    task, method = task_of(), FedLap(**SMALL)
+    with pytest.raises(Refused, match="out of range: 6 points are asked for, 4 belong to it"):
+        method.distil(crowd_of(task), question(task, method, classes=3))
+
+
+# ---------------------------------------------------------------------------------------------------- the server
+
+
+def sets(radii, records=(1, 1, 1)):
+    """Sets of two, three and one points."""
+    images = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).split([2, 3, 1])
+    labels = torch.tensor([0, 1, 0, 1, 2, 2], dtype=torch.int16).split([2, 3, 1])
+    return [Surrogate(*each) for each in zip(images, labels, radii, (0, 0, 0), records, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("region", "reach"), [("min", 0.1), ("max", 0.5), ("median", 0.2), ("constant", 0.3), ("fixed", math.inf)]
+)
+def test_how_far_the_server_goes(region, reach):
+    task = task_of()
+    method = FedLap(region=region, radius=0.3, lr=0.01, steps=300)
+    assert method.reach([0.5, 0.1, 0.2]) == reach
+    weights, figures = method.optimise(task, task.initial, sets((0.5, 0.1, 0.2)))
+    moved = float((weights - task.initial).norm())
+    assert figures["moved"] == pytest.approx(moved)
+    assert reach <= moved < reach + 0.02 if reach < math.inf else moved > 0.5
+    assert figures["server_steps"] == 300 if reach == math.inf else figures["server_steps"] < 300
+
+
+@pytest.mark.parametrize(("weighting", "shares"), [("records", (1 / 6, 2 / 6, 3 / 6)), ("equal", (1 / 3,) * 3)])
+def test_a_step_of_the_server_weighs_clients(weighting, shares):
+    task = task_of()
+    given = sets((1.0, 1.0, 1.0), records=(10, 20, 30))
+    weights, _ = FedLap(weighting=weighting, steps=1, lr=0.5).optimise(task, task.initial, given)
+    w = task.initial.clone().requires_grad_()
+    loss = sum(share * task.losses(w, s.images, s.labels.long()).mean() for share, s in zip(shares, given, strict=True))
+    (gradient,) = torch.autograd.grad(loss, w)
+    assert torch.allclose(weights, task.initial - 0.5 * gradient, atol=1e-6)
+
+
+def test_sets_of_different_sizes_train_together():
+    task = task_of(hands=((0, 1), (0, 1, 2), (2,), (0, 1)))
+    result = fv.run(task, FedLap(**SMALL), rounds=2, cohort=4)
+    assert not result.summary()["clients_failed"]
+    assert not torch.equal(result.weights, task.initial)
+    assert {"matching", "moved", "server_steps", "radius"} <= set(result.ledger.rows[0].metrics)
+
+
+# ---------------------------------------------------------------------------------------------------- hostile answers
+
+
+def tampered(record, change, method):
+    """Two rounds, in the second of which client 2 answers with what `change` makes of its record."""
+
+    def edit(round_, replies):
+        out = []
+        for reply in replies:
+            if round_ == 2 and reply.client == 2 and reply.frame and message.envelope(reply.frame)[0] == record.kind:
+                _, where = message.envelope(reply.frame)
+                honest = message.unpack(reply.frame[message.PREFIX_BYTES :], record)
+                fields = {name: getattr(honest, name) for name in record.__struct_fields__} | change(honest)
+                reply = dataclasses.replace(reply, frame=message.frame(record(**fields), where))
+            out.append(reply)
+        return out
+
+    return fv.run(task_of(), method, rounds=2, cohort=4, engine=Tamper(edit))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda a: {"images": a.images * math.nan}, "not finite: images"),
+        (lambda a: {"images": a.images * 0 + 2e3}, "out of range: images"),
+        (lambda a: {"images": a.images[:2]}, "wrong shape: images"),
+        (lambda a: {"images": a.images.double()}, "wrong dtype: images"),
+        (lambda a: {"images": a.images.repeat(2, 1), "labels": a.labels.repeat(2)}, "wrong shape: images"),
+        (lambda a: {"labels": a.labels.flip(0)}, "out of range: labels are not 2 of each class that the client holds"),
+        (lambda a: {"labels": a.labels * 0 + 1}, "out of range: labels are not 2 of each class"),
+        (lambda a: {"labels": a.labels * 0 - 1}, "out of range: labels reaches from -1"),
+        (lambda a: {"labels": a.labels * 0 + 300}, "out of range: labels are not 2 of each class"),
+        (lambda a: {"labels": a.labels.long()}, "wrong dtype: labels"),
+        (lambda a: {"radius": -1.0}, "wrong field"),
+        (lambda a: {"radius": math.nan}, "not finite: radius|wrong field"),
+        (lambda a: {"radius": 11.0}, "out of range: radius is 11, the recipe's is 10"),
+        (lambda a: {"records": 0}, "wrong field"),
+        (lambda a: {"records": 13}, "out of range: records is 13, the largest client has 12"),
+        (lambda a: {"spent": 3}, "out of range: spent is 3 steps, and an answer takes 0"),
+    ],
+)
+def test_a_set_that_cannot_be_is_refused_and_left_out(change, sentence):
+    result = tampered(Surrogate, change, FedLap(**SMALL))
+    (reason,) = [row.missing["2"] for row in result.ledger.rows if row.missing]
+    assert reason.startswith("refused: ")
+    assert any(part in reason for part in sentence.split("|"))
+    assert torch.equal(result.weights, without_the_last_answer().weights)
+
+
+@pytest.mark.parametrize("spent", [0, 4, 10**9])
+def test_a_charge_that_cannot_be_is_refused_and_counts_for_nothing(spent):
+    result = tampered(Surrogate, lambda a: {"spent": spent}, FedLap(**SMALL, **PRIVATE))
+    row = result.ledger.rows[1]
+    assert f"out of range: spent is {spent} steps, and an answer takes 3" in row.missing["2"]
+    assert row.epsilon == pytest.approx(epsilon([Noised(1.0, 8 / 12, 6)], 1e-3))
+
+
+@functools.cache
+def without_the_last_answer() -> fv.Result:
+    def drop(round_, replies):
+        return [r for r in replies if round_ == 1 or r.client != 2 or message.envelope(r.frame)[0] != Surrogate.kind]
+
+    return fv.run(task_of(), FedLap(**SMALL), rounds=2, cohort=4, engine=Tamper(drop))
+
+
+@pytest.mark.parametrize(
+    ("held", "sentence"),
+    [([0, 0, 0], "held has no class at all"), ([2, 0, 1], "out of range: held"), ([1, 1, 1], "6 points are asked for")],
+)
+def test_classes_that_cannot_be_are_refused(held, sentence):
+    said = torch.tensor(held, dtype=torch.uint8)
+    result = tampered(Classes, lambda a: {"held": said}, FedLap(**SMALL))
+    assert sentence in result.ledger.rows[1].missing["2"]
+    assert not result.ledger.rows[1].events
+
+
+# ---------------------------------------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"init": "zeros"}, "method.init is 'zeros'; use noise, previous, real"),
+        ({"region": "mean"}, "method.region is 'mean'; use min, max, median, constant, fixed"),
+        ({"weighting": "loss"}, "method.weighting is 'loss'; use records, equal"),
+        ({"images": 0}, "method.images is 0; it is at least 1"),
+        ({"passes": 0}, "method.passes is 0; it is at least 1"),
+        ({"radius": 0.0}, "method.radius, method.lr, method.model_lr and method.image_lr are above 0"),
+        ({"momentum": 1.0}, "method.momentum is 0 to below 1"),
+        ({**PRIVATE, "init": "real"}, 'method.init is "real", which sends records without noise'),
+        ({**PRIVATE, "region": "min"}, 'method.region is "min" of radii that clients measure on their records'),
+        ({**PRIVATE, "weighting": "records"}, 'method.weighting is "records", which tells how many records'),
+    ],
+)
+def test_settings_that_do_not_go_together_are_one_sentence(settings, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        FedLap(**settings)
+
+
+def test_tokens_are_refused():
+    plan = recipe.read("shakespeare/fedavg")
+    assert plan.task.loss == "next-character"
+    x = torch.zeros(4, 3, dtype=torch.int64)
+    data = from_tensors(x, x[:, 0], x, x[:, 0], classes=2)
+    model = nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.Linear(6, 2))
+    task = fv.Task(model, data, fv.split("iid", data, 2, fv.Seed.root(0)))
+    with pytest.raises(ValueError, match="fedlap fits its inputs by gradient, and tokens have none"):
+        FedLap().begin(task)
+
+
+@pytest.mark.parametrize("more", [{}, {"region": "fixed"}])
+def test_what_a_run_costs_is_known_before(more):
+    method = FedLap(**SMALL, **more)
+    plan = dataclasses.replace(recipe.read("digits/fedlap"), method=method, rounds=2)
+    task = plan.build()
+    told, summary = cost(task, plan), fv.run(task, method, rounds=2, cohort=5).summary()
+    assert told["up"]["total"] == summary["bytes_up"]
+    assert told["down"]["total"] == summary["bytes_down"]
+    assert told["passes"]["total"] == summary["passes"]
+
+
+@pytest.mark.parametrize("more", [{}, PRIVATE])
+def test_a_run_that_was_stopped_goes_on_to_the_same_end(tmp_path, more):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder, stops in ((whole, (3,)), (parts, (1, 3))):
+        for rounds in stops:
+            options = {"insecure_test_noise": 5, "folder": folder}
+            fv.run(task_of(), FedLap(**SMALL, **more), rounds=rounds, cohort=3, **options)
+    one, other = kept(whole), kept(parts)
+    assert one[0] == other[0]
+    assert one[1] == other[1]
+    assert one[3] == other[3]
+
+
+# ---------------------------------------------------------------------------------------------------- privacy
+
+
+def test_a_private_round_tells_nothing_but_the_noised_set():
+    task = task_of(sizes=(12, 9, 7, 11))
+    method = FedLap(**SMALL, **PRIVATE)
+    answers = method.distil(crowd_of(task), question(task, method))
+    assert {a.records for a in answers} == {1}
+    assert {a.radius for a in answers} == {method.radius}
+    assert {a.spent for a in answers} == {3}
+
+
+def test_what_a_client_sends_depends_on_its_records_through_private_gradients_only(monkeypatch):
+    """With the private gradients replaced, other records of the same classes give the same answer."""
+
+    def blind(self, crowd, weights, batch, steps, secrets):
+        return lambda: torch.ones_like(weights)
+
+    monkeypatch.setattr(DpSgd, "gradients", blind)
+    method = FedLap(**SMALL, **{**PRIVATE, "model_steps": 1})
+    first, second = task_of(seed=0), task_of(sizes=(9, 12, 5, 12), seed=1)
+    asked = question(first, method)
+    one = method.distil(crowd_of(first), asked)
+    other = method.distil(crowd_of(second), Distil(first.initial, asked.points))
+    assert [message.pack(a) for a in one] == [message.pack(a) for a in other]
+
+
+def test_epsilon_is_in_the_ledger_and_never_goes_down():
+    task, method = task_of(), FedLap(**SMALL, **PRIVATE)
+    result = fv.run(task, method, rounds=8, cohort=1)
+    times, behind = np.zeros(4, int), 0
+    for row in result.ledger.rows:
+        times[row.cohort] += 1
+        behind += int(times[row.cohort].max() < times.max())
+        expected = epsilon([Noised(1.0, 8 / 12, 3 * int(times.max()))], 1e-3)
+        assert row.epsilon == pytest.approx(expected)
+    assert behind  # some round asked a client that had charged less than another
+    assert result.summary()["epsilon"] == result.ledger.rows[-1].epsilon
+    assert fv.run(task, FedLap(**SMALL), rounds=1, cohort=2).summary()["epsilon"] is None
+
+
+def test_a_client_answers_no_more_when_that_would_exceed_its_budget():
+    once = epsilon([Noised(1.0, 8 / 12, 3)], 1e-3)
+    tight = dataclasses.replace(PRIVATE["privacy"], budget=once * 1.01)
+    result = fv.run(task_of(), FedLap(**SMALL, **{**PRIVATE, "privacy": tight}), rounds=2, cohort=4)
+    first, second = result.ledger.rows
+    assert not first.missing
+    assert first.epsilon == pytest.approx(once)
+    assert set(second.missing) == {"0", "1", "2", "3"}
+    assert "over budget: the answer would bring ε to" in second.missing["0"]
+    assert second.events
+
+
+def test_a_round_below_its_quorum_is_charged_all_the_same():
+    def lost(round_, replies):
+        kinds = {r.client: message.envelope(r.frame)[0] for r in replies}
+        return [r for r in replies if (round_, r.client, kinds[r.client]) != (1, 2, Surrogate.kind)]
+
+    task, quorum = task_of(), fv.Sampling(size=4, quorum=4)
+    for rounds in (1, 2):
+        result = fv.run(task, FedLap(**SMALL, **PRIVATE), rounds=rounds, cohort=quorum, engine=Tamper(lost))
+        assert result.ledger.rows[0].events[0].startswith("below quorum")
+        spent = epsilon([Noised(1.0, 8 / 12, 3 * rounds)], 1e-3)
+        assert result.ledger.rows[-1].epsilon == pytest.approx(spent)
+        assert torch.equal(result.weights, task.initial) == (rounds == 1)
+
+
+def test_a_round_that_is_asked_again_is_charged_again():
+    task, method, run = task_of(), FedLap(**SMALL, **PRIVATE), bytes(8)
+    clients = Clients(method, task, run, fv.Seed.root(0))
+
+    def asked(round_):
+        payload = message.pack(question(task, method))
+        (reply,) = clients.answer([Letter(Distil.kind, Envelope(run, round_, 0, 1), payload)])
+        return message.unpack(reply.frame[message.PREFIX_BYTES :], Surrogate)
+
+    first, again, later = asked(1), asked(1), asked(2)
+    assert [a.spent for a in (first, again, later)] == [3, 6, 9]
+    assert not torch.equal(first.images, again.images)  # fresh noise
+
+
+# ---------------------------------------------------------------------------------------------------- digits
+
+
+def test_digits_are_learnt_in_few_rounds_where_averaging_is_slow():
+    results = {}
+    for name in ("digits/fedavg-2x5", "digits/fedlap"):
+        plan = recipe.read(name)
+        engine = Engine(workers=1)
+        task = plan.build()
+        results[name] = fv.run(
+            task, plan.method, rounds=plan.rounds, cohort=plan.cohort, engine=engine, evaluate_every=plan.rounds
+        )
+        assert task.clients.kind == "classes"
+        assert len(task.clients) == 5
+    average, surrogate = (result.accuracy for result in results.values())
+    assert surrogate >= average + 0.1 - 1e-9
+    assert surrogate >= 0.93
+
+
+@pytest.mark.slow
+def test_digits_are_learnt_with_differential_privacy():
+    plan = recipe.read("digits/fedlap-dp")
+    result = fv.run(plan.build(), plan.method, rounds=plan.rounds, cohort=plan.cohort)
+    assert result.accuracy >= 0.78
+    assert 5 < result.summary()["epsilon"] < 6
