@@ -35,6 +35,7 @@ DIGITS = (  # in the order of the table; the first is what the others are compar
     *("fedavg-top-k-0.06", "fedavg-top-k-0.0155", "fedavg-top-k"),
     *("tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit"),
 )
+SURROGATES = tuple(f"{name}-{seed}" for name in ("fedavg-2x5", "fedlap", "fedlap-dp") for seed in range(3))
 SUMMED = ("fedage", "fedage-linear", "fedage-secure", "fedavg-secure", "baffle-clear", "baffle")
 CLASSES = ("fedavg-classes", "fedprox-classes", "scaffold-classes")
 CODECS = ("fedavg", "fedavg-half", "fedavg-qsgd", "fedavg-top-k", "tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit")
@@ -193,6 +194,18 @@ def summed() -> str:
         *("answers missing, %", "mean of last 3, %"),
     )
     return table(head, rows, 2)
+
+
+def surrogates() -> str:
+    """FedLAP beside FedAvg where each of 5 clients holds two classes, a column a seed."""
+    rows = []
+    for name in ("fedavg-2x5", "fedlap", "fedlap-dp"):
+        runs = [Run(f"digits/{name}-{seed}") for seed in range(3)]
+        spent = runs[0].summary["epsilon"]
+        told = f"{spent:.2f} at δ = {runs[0].recipe['method']['privacy']['delta']:g}" if spent else "none promised"
+        accuracies = (percent(run.summary["accuracy"]) for run in runs)
+        rows.append((f"`{name}`", told, str(runs[0].recipe["rounds"]), *accuracies))
+    return table(("run", "ε", "rounds", "seed 0, %", "seed 1, %", "seed 2, %"), rows, 2)
 
 
 def fedsynth() -> str:
@@ -356,6 +369,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "digits commands": lambda: commands(f"digits/{name}" for name in DIGITS),
     "digits classes": lambda: digits(CLASSES),
     "digits classes commands": lambda: commands(f"digits/{name}" for name in CLASSES),
+    "digits surrogates": surrogates,
+    "digits surrogates commands": lambda: commands(f"digits/{name}" for name in SURROGATES),
     "digits summed": summed,
     "digits summed commands": lambda: commands(f"digits/{name}" for name in SUMMED),
     "mnist fedsynth": fedsynth,

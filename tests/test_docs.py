@@ -344,6 +344,7 @@ def test_every_result_is_in_a_table_and_names_nobodys_folders(figures):
         *figures.DIGITS,
         *figures.CLASSES,
         *figures.SUMMED,
+        *figures.SURROGATES,
     }
     for name in found:
         text = (ROOT / "results" / name / "environment.json").read_text(encoding="utf-8")
