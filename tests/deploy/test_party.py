@@ -33,6 +33,8 @@ class Federation:
         self.grid = Nodes(party.client_app(self.path, self.noted), range(clients))
         for node, context in self.grid.contexts.items():
             context.node_config["memory"] = f"clients/{node}"
+            own = context.node_config["partition-id"]
+            context.node_config.update(identity=f"keys/identity-{own}", identities="keys")
 
     def noted(self, partition, partitions):
         self.loaded.append((partition, partitions))
@@ -141,3 +143,15 @@ def test_every_recipe_runs_with_clients_that_hold_their_own_records_and_a_server
     monkeypatch.chdir(made.folder)
     made.start()
     assert [(row.missing, row.events, len(row.up)) for row in made.rows] == [({}, [], 4)] * 2
+
+
+def test_a_client_without_an_identity_takes_no_part_in_a_secure_sum(tmp_path, monkeypatch):
+    changes = ("method.secure.bits=20", "cohort.size=4", "method.local.epochs=1", "rounds=1")
+    made = Federation(tmp_path / "federation", "digits/fedavg", *changes, clients=4)
+    monkeypatch.chdir(made.folder)
+    bare = next(c for c in made.grid.contexts.values() if c.node_config["partition-id"] == 2)
+    del bare.node_config["identity"]
+    made.start()
+    (row,) = made.rows
+    assert row.missing == {"2": "refused: bad signature: the private key of client 2 is not here"}
+    assert row.secure[-1].answered == 3
