@@ -171,6 +171,12 @@ def test_a_mistake_is_one_sentence(args: list[str], told: str) -> None:
 
 def test_clients_that_never_answer_are_a_sentence_of_code_1() -> None:
     assert "no client answered for 5 rounds" in sentence(run("a", "--set", "cohort.drop=0.999999", rounds=9), 1)
+    assert "no client answered for 2 rounds" in sentence(run("b", "--set", "cohort.drop=0.999999", rounds=2), 1)
+
+
+def test_a_cohort_too_small_for_a_secure_sum_is_a_sentence() -> None:
+    told = sentence(run("a", "--set", "method.secure.bits=20"))
+    assert told == "fedveil: a round has 2 clients at most, and fedavg so set needs 3"
 
 
 def test_the_first_failure_in_debug_mode_is_a_sentence_of_code_1() -> None:

@@ -58,6 +58,11 @@ class Method:
         if "name" in cls.__dict__:
             cls.registry[cls.name] = cls
 
+    @property
+    def fewest(self) -> int:
+        """The smallest cohort with which a round can work."""
+        return 1
+
     def begin(self, task: Task) -> State:
         raise NotImplementedError
 
@@ -142,6 +147,12 @@ class BelowQuorum(Exception):
 
 class Starved(RuntimeError):
     """Round after round without an answer that could be used: the run ends here."""
+
+    @staticmethod
+    def after(ledger: Ledger) -> Starved:
+        rounds = sum(1 for _ in takewhile(_unanswered, reversed(ledger.rows)))
+        told = f"no client answered for {rounds} round{'s' if rounds > 1 else ''}"
+        return Starved(f"{told}; the last reasons were: {_grouped(ledger.rows[-1].missing.values())}")
 
 
 class Answers(Mapping[int, Any]):
@@ -465,7 +476,7 @@ def run(
         options |= {"secret": secret, "identities": identities}
         federation = Federation(task, method, engine, plan, Seed.root(seed), evaluate_every, **options)
         at_the_end.callback(engine.close)
-        state, done = method.begin(task), 0
+        state, done = begin(task, method, plan), 0
         if home and saved:
             if type(saved.state) is not type(state) or saved.state.weights.shape != state.weights.shape:
                 raise RunError(f"{home.path} holds a run of another method or model; choose another folder")
@@ -487,8 +498,7 @@ def run(
                 observer(row)
             failed = failed + 1 if _unanswered(row) else 0
             if failed >= patience:
-                reasons = _grouped(row.missing.values())
-                raise Starved(f"no client answered for {failed} rounds; the last reasons were: {reasons}")
+                raise Starved.after(ledger)
             finished = _reached(row, target) or stop()
         return Result(method.name, state.weights.cpu(), ledger, task)
 
@@ -504,6 +514,18 @@ def _grouped(reasons: Iterable[str]) -> str:
     for reason in reasons:
         alike.setdefault(re.sub(r"-?\d[\d.e+-]*", "#", reason), []).append(reason)
     return ", ".join(same[0] if len(same) == 1 else f"{len(same)} × {same[0]}" for same in alike.values())
+
+
+def begin(task: Task, method: Method, cohort: Sampling) -> State:
+    """The state before the first round. A ValueError says what does not suit the task or the cohort."""
+    if (most := min(cohort.size, len(task.clients))) < method.fewest:
+        raise ValueError(f"a round has {most} clients at most, and {method.name} so set needs {method.fewest}")
+    return method.begin(task)
+
+
+def unanswered(ledger: Ledger) -> bool:
+    """Whether in no round at all anybody answered."""
+    return bool(ledger.rows) and all(map(_unanswered, ledger.rows))
 
 
 def _unanswered(row: Row) -> bool:

@@ -31,6 +31,11 @@ def test_parts_add_up_and_no_noise_is_no_privacy():
     assert epsilon([whole, Noised(0, 0.5, 1)], 1e-5) == math.inf
 
 
+def test_where_privacy_is_lost_the_quick_bound_answers():
+    lost = [Noised(0.01, 1.0, 5)]
+    assert epsilon(lost, 1e-5, "pld") == epsilon(lost, 1e-5) > 1e4
+
+
 @settings(max_examples=6)
 @given(st.floats(0.8, 20), st.floats(0.001, 0.3), st.integers(1, 5000))
 def test_more_noise_fewer_steps_and_smaller_samples_cost_less(noise, rate, steps):
@@ -71,6 +76,7 @@ def test_what_cannot_be_solved_is_said():
         ({"sample_rate": 0}, "sample rate is 0"),
         ({"sample_rate": 1.5}, "sample rate is 1.5"),
         ({"steps": -1}, "steps is -1"),
+        ({"steps": 10**20}, "steps is 1000"),
         ({"delta": 0}, "delta is 0"),
         ({"delta": 1}, "delta is 1"),
         ({"accountant": "moments"}, "'moments'; use rdp or pld"),

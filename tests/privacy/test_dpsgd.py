@@ -208,4 +208,6 @@ def test_settings_that_promise_nothing_are_refused(given, sentence):
 
 def test_a_delta_that_lets_a_record_be_published_is_refused():
     with pytest.raises(ValueError, match=r"privacy.delta is 0.5, but a client may hold 6 records; set it below 0.17"):
-        DpSgd(delta=0.5).refuse(linear_task())
+        DpSgd(delta=0.5).refuse(linear_task(), 0.5, 1)
+    with pytest.raises(ValueError, match=r"privacy\.budget is 0\.1, but one answer already costs \d+"):
+        DpSgd(delta=1e-3, budget=0.1).refuse(linear_task(), 1.0, 5)

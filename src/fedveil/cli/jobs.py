@@ -20,7 +20,7 @@ from fedveil.cli.progress import Watch
 from fedveil.cli.shell import BUG, say
 from fedveil.data.files import data_directory
 from fedveil.engines.local import ClientFailure, Local
-from fedveil.federation import Engine, Starved, private_root
+from fedveil.federation import Engine, Starved, begin, private_root, unanswered
 from fedveil.ledger import Ledger
 from fedveil.message import Refused
 from fedveil.recipe import Recipe
@@ -131,7 +131,7 @@ class Job:
     def train(self, task: Task, stop: Callable[[], bool]) -> None:
         """Do the rounds that are left."""
         plan, where = self.recipe, self.where
-        plan.method.begin(task)  # says what does not suit the task, before anything is written
+        begin(task, plan.method, plan.cohort)  # says what does not suit the task, before anything is written
         torch.set_num_threads(where.threads)
         with (
             closing(RunFolder(self.path)) as folder,
@@ -156,6 +156,8 @@ class Job:
                     stop=stop,
                     insecure_test_noise=plan.seed if where.insecure_test_noise else None,
                 )
+                if unanswered(result.ledger):
+                    raise Starved.after(result.ledger)
             except Exception as error:
                 if isinstance(error, (ClientFailure, Refused, Starved)):
                     raise click.ClickException(f"the run ended early: {error}") from None

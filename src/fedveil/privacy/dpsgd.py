@@ -55,13 +55,16 @@ class DpSgd:
         if self.accountant not in ACCOUNTANTS:
             raise ValueError(f"privacy.accountant is '{self.accountant}'; use {' or '.join(ACCOUNTANTS)}")
 
-    def refuse(self, task: Task) -> None:
-        """Say what of a task does not suit. The most records a client may hold are public; how many it has is not."""
+    def refuse(self, task: Task, rate: float, steps: int) -> None:
+        """Say what of a task does not suit, of which an answer takes so many steps. The most records a client may hold
+        are public; how many it has is not."""
         if self.delta >= 1 / task.largest:
             raise ValueError(
                 f"privacy.delta is {self.delta:g}, but a client may hold {task.largest} records; set it below "
                 f"{1 / task.largest:.2g}"
             )
+        if self.budget is not None and (cost := self.spent(rate, steps)) > self.budget:
+            raise ValueError(f"privacy.budget is {self.budget:g}, but one answer already costs {cost:.4g}; raise it")
 
     def rate(self, task: Task, batch: int) -> float:
         """q, at which the client with the most records draws `batch` of them on average."""

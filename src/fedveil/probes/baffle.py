@@ -174,6 +174,10 @@ class Baffle(Method):
                 'set method.seeds="shared" and leave method.weak out'
             )
 
+    @property
+    def fewest(self) -> int:
+        return self.secure.least if self.secure else 1
+
     def begin(self, task: Task) -> BaffleState:
         self.places(task)
         if self.secure:

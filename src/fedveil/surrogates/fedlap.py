@@ -194,7 +194,7 @@ class FedLap(Method):
         if task.data.y.dim() != 1:
             raise ValueError("fedlap gives each point one label, and these records have several; use fedavg")
         if self.privacy:
-            self.privacy.refuse(task)
+            self.privacy.refuse(task, self.privacy.rate(task, self.batch), self.charged)
         return LapState(task.initial)
 
     # ------------------------------------------------------------------------------------------------ the server

@@ -96,6 +96,10 @@ class FedAvg(Method):
                 "set full_rounds to 0"
             )
 
+    @property
+    def fewest(self) -> int:
+        return self.secure.least if self.secure else 1
+
     def begin(self, task: Task) -> State:
         for codec in (self.up, self.down):
             if codec:
