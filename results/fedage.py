@@ -47,6 +47,7 @@ RUNS = {  # folder: recipe, changes
     "mnist/fedage-shards-linear": ("mnist/fedage-shards", ("method.up.width=0",)),
 }
 SHAKESPEARE = {name: (f"shakespeare/{name}", ("evaluate_every=5",)) for name in ("fedavg", "fedage")}
+OWN, OTHER = 40, 12  # epochs of pairs that recipes use, and of the rest of the grid
 SWEEP = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
@@ -60,13 +61,13 @@ class Bench:
     toy: bool
     loaded: dict[str, data.Data]
 
-    def pair(self, code: Code, epochs: int) -> tuple[Pair, float]:
-        """A pair, trained if it is not there yet, and the seconds that took."""
-        path, began = autoencoder.home() / code.file, time.monotonic()
+    def pair(self, code: Code, epochs: int) -> Pair:
+        """A pair, trained if it is not there yet."""
+        path = autoencoder.home() / code.file
         if not path.is_file():
             effort = (2, 200, 100) if self.toy else (epochs, 500_000 // code.cohort, 5000 // code.cohort)
             autoencoder.save(autoencoder.pretrain(code, Pretraining(*effort), self.device), path)
-        return autoencoder.read(path, code).to(self.device), time.monotonic() - began
+        return autoencoder.read(path, code).to(self.device)
 
     def run(self, name: str, source: str, changes: tuple[str, ...], rounds: int) -> dict[str, Any]:
         """A recipe's run in its folder; what came of it."""
@@ -87,9 +88,9 @@ def pairs(bench: Bench) -> dict[str, Any]:
         for cohort in COHORTS:
             main = (block, levels) == (64, 64)  # the recipes' own
             code = Code(block, block // 2, levels, cohort, 64 if bench.toy else 512)
-            pair, seconds = bench.pair(code, 80 if main else 20)
+            pair = bench.pair(code, OWN if main else OTHER)
             row = {"block": block, "levels": levels, "cohort": cohort, "spread": pair.spread, "floor": code.floor}
-            row |= {"ratio": pair.spread / code.floor, "seconds": seconds}
+            row["ratio"] = pair.spread / code.floor
             if main:
                 row["others"] = {m: _ratio(pair, m, bench.device) for m in (1, cohort // 2, cohort, 2 * cohort)}
             rows.append(row)
@@ -111,7 +112,7 @@ def errors(bench: Bench) -> dict[str, Any]:
     found, drawn = {}, {}
     for name, width in (("learned", 64 if bench.toy else 512), ("linear", 0)):
         code = Code(cohort=10, width=width)
-        pair = bench.pair(code, 80)[0] if width else autoencoder.linear(code).to(bench.device)
+        pair = bench.pair(code, OWN) if width else autoencoder.linear(code).to(bench.device)
         groups = autoencoder.groups(code, 10_000, Seed.root(2), bench.device)
         nu = pair.errors(groups).cpu()
         sample = nu.flatten()[:: max(1, nu.numel() // 100_000)].double().numpy()
@@ -133,7 +134,7 @@ def errors(bench: Bench) -> dict[str, Any]:
 
 def sweep(bench: Bench) -> dict[str, Any]:
     """Figure 4: accuracy on MNIST, IID, for factors on n."""
-    bench.pair(_pair_of("mnist/fedage-iid", bench), 80)
+    bench.pair(_pair_of("mnist/fedage-iid", bench), OWN)
     table = {}
     for scale in SWEEP:
         changes = (f"method.up.scale={scale}", *_small(bench))
@@ -143,13 +144,13 @@ def sweep(bench: Bench) -> dict[str, Any]:
 
 def runs(bench: Bench) -> dict[str, Any]:
     """FedAGE beside FedAvg on MNIST, on the same splits, cohorts and initial weights."""
-    bench.pair(_pair_of("mnist/fedage-iid", bench), 80)
+    bench.pair(_pair_of("mnist/fedage-iid", bench), OWN)
     return {name: bench.run(name, *_widened(bench, *what), 30) for name, what in RUNS.items()}
 
 
 def shakespeare(bench: Bench) -> dict[str, Any]:
     """The same on Shakespeare's roles."""
-    bench.pair(_pair_of("shakespeare/fedage", bench), 80)
+    bench.pair(_pair_of("shakespeare/fedage", bench), OWN)
     named = {f"shakespeare/{name}": what for name, what in SHAKESPEARE.items()}
     return {name: bench.run(name, *_widened(bench, *what), 20) for name, what in named.items()}
 
