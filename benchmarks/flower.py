@@ -11,7 +11,6 @@ import torch
 import fedveil as fv
 from fedveil import recipe
 from fedveil.engines import Local
-from fedveil.engines.flower import FromRecipe, client_app, simulate
 from fedveil.federation import Engine
 
 TURNS, ROUNDS = 4, 5  # of the rounds of a turn the first warms up and the last is evaluated
@@ -28,6 +27,8 @@ def hundred() -> dict[str, float]:
 
 
 def _race(clients: int) -> dict[str, float]:
+    from fedveil.engines.flower import FromRecipe, client_app, simulate  # the others need no extra
+
     torch.set_num_threads(1)
     plan = recipe.read("digits/fedavg", [f"split.clients={clients}", f"cohort.size={clients}", "method.local.epochs=1"])
     task, began = plan.build(), time.perf_counter()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
@@ -19,36 +21,44 @@ BATCH = 32
 
 
 def passes() -> dict[str, float]:
-    """Records a second through perturbed models, and that as a share of plain batched inference of one model."""
-    gpu = torch.cuda.is_available()
+    """Records a second through perturbed models, and that as a share of plain batched inference of one model.
+
+    In float16 both are, which a CPU has no fast kernels for.
+    """
     figures = {}
-    for name, clients, k in (("baffle-lenet", 10 if gpu else 1, 100), ("wrn-10-2", 10 if gpu else 1, 100)):
-        task, x, y = _made(name, "cuda" if gpu else "cpu", clients)
-        count = k if gpu else 8
-        prober = _prober(task)
-        keys, share = torch.arange(clients, device=task.device), torch.full((clients, BATCH, 1), 1 / BATCH)
-        weights, share = task.initial.expand(clients, -1), share.to(task.device)
-
-        def probing(p=prober, a=(weights, keys, x, y, share, count), t=task) -> None:  # type: ignore[no-untyped-def]
-            with forward_only(t.device):
-                p.slopes(*a)
-            _wait(t)
-
-        def inference(t=task, a=x, n=count + 1) -> None:  # type: ignore[no-untyped-def]
-            with forward_only(t.device):
-                for _ in range(n):
-                    t.f(t.initial, a.flatten(0, 1))
-            _wait(t)
-
-        with one_thread():
-            probed, plain = in_turns(probing, inference, turns=5)
-        records = clients * BATCH * (count + 1)
-        figures |= {
-            f"{name}: probing, records a second": records / probed,
-            f"{name}: inference, records a second": records / plain,
-            f"{name}: probing / inference": plain / probed,
-        }
+    for name in ("baffle-lenet", "wrn-10-2"):
+        for precision in (torch.float32, torch.float16) if torch.cuda.is_available() else (torch.float32,):
+            figures |= _passes(name, precision)
     return figures
+
+
+def _passes(name: str, precision: torch.dtype) -> dict[str, float]:
+    device, clients, count = ("cuda", 10, 100) if torch.cuda.is_available() else ("cpu", 1, 8)
+    task, x, y = _made(name, device, clients)
+    prober = dataclasses.replace(_prober(task), precision=precision)
+    keys, share = torch.arange(clients, device=device), torch.full((clients, BATCH, 1), 1 / BATCH, device=device)
+    weights, pictures = task.initial.expand(clients, -1), x.flatten(0, 1).to(precision)
+    one = task.initial.to(precision)
+
+    def probing() -> None:
+        with forward_only(task.device):
+            prober.slopes(weights, keys, x, y, share, count)
+        _wait(task)
+
+    def inference() -> None:
+        with forward_only(task.device):
+            for _ in range(count + 1):
+                task.f(one, pictures)
+        _wait(task)
+
+    with one_thread():
+        probed, plain = in_turns(probing, inference, turns=5)
+    records, named = clients * BATCH * (count + 1), f"{name}, {str(precision).removeprefix('torch.')}"
+    return {
+        f"{named}: probing, records a second": records / probed,
+        f"{named}: inference, records a second": records / plain,
+        f"{named}: probing / inference": plain / probed,
+    }
 
 
 def memory() -> dict[str, float]:

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fedveil.windows import Window, windows
+
 
 class Products(TorchFunctionMode):
     """While active, linear layers and 2-D convolutions without groups are computed as products."""
@@ -54,12 +56,9 @@ def conv2d(
     if groups != 1 or x.dim() != 4 or (dh, dw) != (1, 1) or isinstance(padding, str):
         with torch._C.DisableTorchFunction():
             return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
-    batch, _, height, width = x.shape
-    ph, pw = _pair(padding)
-    rows, columns = (height + 2 * ph - kh) // sh + 1, (width + 2 * pw - kw) // sw + 1
-    windows = F.pad(x, (pw, pw, ph, ph)).unfold(2, kh, sh).unfold(3, kw, sw)  # [B, I, rows, columns, kh, kw]
-    patches = windows.permute(1, 4, 5, 0, 2, 3).reshape(weight[0].numel(), -1)  # [I·kh·kw, B·rows·columns]
-    result = product(weight.flatten(1), patches).view(out, batch, rows, columns).transpose(0, 1)
+    window = Window(kh, kw, sh, sw, *_pair(padding))
+    result = product(weight.flatten(1), windows(x, window))  # [O, B·rows·columns]
+    result = result.view(out, len(x), *window.over(*x.shape[2:])).transpose(0, 1)
     return result if bias is None else result + bias[:, None, None]
 
 

@@ -228,3 +228,23 @@ def test_peak_counts_what_is_alive_and_what_autograd_saves():
 def test_baffle_says_what_its_work_is():
     assert baffle.Baffle(directions=7).passes(7) == 8
     assert baffle.Baffle(directions=7, scheme="central").passes(7) == 14
+
+
+def test_half_precision_measures_the_same_slopes_at_a_larger_sigma():
+    """And at the σ of float32 it does not: rounding is then most of what is measured."""
+    draw = fv.Seed.root(1).torch()
+    x, y = torch.randn(16, 1, 12, 12, generator=draw), torch.randint(0, 10, (16,), generator=draw)
+    data = from_tensors(x, y, x, y)
+    model = models.build("baffle-lenet", data.input, 10, activation="hardswish")
+    task = fv.Task(model, data, fv.split("iid", data, 1, fv.Seed.root(0)))
+    share = torch.full((1, 16, 1), 1 / 16)
+
+    def slopes(sigma, precision):
+        made = prober(task, count=48, sigma=sigma, scheme="forward", precision=precision)
+        with forward_only(CPU):
+            return made.slopes(task.initial[None], torch.tensor([1]), x[None], y[None], share, 48)[0, 0]
+
+    exact = slopes(1e-4, torch.float32)
+    agreement = {s: float(torch.corrcoef(torch.stack([exact, slopes(s, torch.float16)]))[0, 1]) for s in (1e-3, 1e-5)}
+    assert agreement[1e-3] > 0.99
+    assert agreement[1e-5] < 0.9

@@ -49,7 +49,8 @@ def export(task: Task, method: Baffle, folder: Path, quantise: bool = False) -> 
     for name in ("edge.py", "directions.py"):
         shutil.copyfile(here / name, folder / PACKAGE / name)
     (folder / "model.onnx").write_bytes(graph)
-    settings = {name: getattr(method, name) for name in ("directions", "sigma", "law", "scheme", "seeds", "batch")}
+    settings = {name: getattr(method, name) for name in ("directions", "law", "scheme", "seeds", "batch")}
+    settings["sigma"] = method.scale
     settings["at_once"] = max(1, MEMORY // (4 * task.activations))  # records a pass
     told = {"input": list(task.data.input), "classes": task.data.classes, "layers": layers, **settings}
     (folder / "settings.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")

@@ -6,15 +6,18 @@ gradient is the mean of s_k z_k (BAFFLE, eq. 6), because E[z zᵀ] = I.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vmap
+from torch.overrides import TorchFunctionMode
 
 from fedveil.probes.directions import Directions
 from fedveil.products import Products
@@ -30,6 +33,7 @@ class Prober:
 
     places: which entries of the flat weights are perturbed, int64 [n]; None is all of them
     memory: about how many bytes a pass may hold; None lets the device decide
+    precision: in which models are run, but for their linear layers: float32, or float16 with a σ it does not swallow
     """
 
     task: Task
@@ -38,6 +42,7 @@ class Prober:
     scheme: str  # forward: one pass a direction and one more; central: two passes a direction
     places: Tensor | None = None
     memory: int | None = None
+    precision: torch.dtype = torch.float32
 
     def slopes(self, w: Tensor, keys: Tensor, x: Tensor, y: Tensor, share: Tensor, count: int) -> Tensor:
         """Slopes along the first `count` directions of each key.
@@ -79,7 +84,7 @@ class Prober:
     def chunk(self, groups: int, records: int) -> tuple[int, int]:
         """How many directions and how many records are run at once: as many as memory allows."""
         windows = 3 if self.task.device.type == "cuda" else 1  # convolutions are products of windows there
-        regrown, pass_ = self._regrown, 4 * windows * self.task.activations
+        regrown, pass_ = self._regrown, self.precision.itemsize * windows * self.task.activations
         room = self._memory // groups
         at_once = min(records, max(1, (room - regrown) // pass_))
         return (max(1, room // (regrown + at_once * pass_)) if self.task.stackable else 1), at_once
@@ -127,7 +132,12 @@ class Prober:
         In float64, whatever the weights are: what a loss of 2 changes by is near the last place of its float32.
         """
         groups, k = weights.shape[:2]
-        with Products() if weights.is_cuda else nullcontext():
+        weights, x = weights.to(self.precision), x.to(self.precision) if x.is_floating_point() else x
+        with ExitStack() as modes:
+            if weights.is_cuda:
+                modes.enter_context(Products())
+            if self.precision != torch.float32:
+                modes.enter_context(_WideLinear())
             if groups == k == 1:
                 logits = self.task.f(weights[0, 0], x[0])[None, None]
             elif groups == 1:
@@ -138,17 +148,31 @@ class Prober:
         return self.task.loss(logits.double().flatten(0, 2), labels.flatten(0, 2)).view(groups, k, -1)
 
 
+class _WideLinear(TorchFunctionMode):
+    """While active, linear layers work in float32: what they give is what the loss is made of."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear:
+            args = [a.float() if isinstance(a, Tensor) else a for a in args]
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def forward_only(device: torch.device) -> Iterator[None]:
-    """No gradients, and on a GPU no TensorFloat-32: its rounding is larger than what σ = 1e-4 changes."""
-    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    """No gradients, and on a GPU no TensorFloat-32 and no sums in half precision: such rounding is larger than what
+    σ = 1e-4 changes."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    precision, reduced = torch.get_float32_matmul_precision(), matmul.allow_fp16_reduced_precision_reduction
+    convolutions = cudnn.allow_tf32
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest")
-        torch.backends.cudnn.allow_tf32 = False
+        matmul.allow_fp16_reduced_precision_reduction = cudnn.allow_tf32 = False
     try:
         with torch.no_grad():
             yield
     finally:
         if device.type == "cuda":
-            torch.set_float32_matmul_precision(products)
-            torch.backends.cudnn.allow_tf32 = convolutions
+            torch.set_float32_matmul_precision(precision)
+            matmul.allow_fp16_reduced_precision_reduction, cudnn.allow_tf32 = reduced, convolutions

@@ -1,0 +1,122 @@
+"""Windows of a stack of pictures, and their adjoint, as two kernels for GPUs.
+
+PyTorch copies windows element by element with an index calculation in as many dimensions as they have, which takes more
+time than the product that follows. Here each picture position is found once for all the entries of its window. Either
+kernel is the derivative of the other and each result is one sum in a fixed order, so that runs repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 512  # positions a program
+
+
+class Window(NamedTuple):
+    """Its size, step and the padding around a picture, each down and across."""
+
+    kh: int
+    kw: int
+    sh: int
+    sw: int
+    ph: int
+    pw: int
+
+    def over(self, height: int, width: int) -> tuple[int, int]:
+        """How many there are, down and across."""
+        return (height + 2 * self.ph - self.kh) // self.sh + 1, (width + 2 * self.pw - self.kw) // self.sw + 1
+
+
+def windows(x: Tensor, window: Window) -> Tensor:
+    """Pictures [B, I, H, W] -> [I·kh·kw, B·rows·columns], a column for each place of the window."""
+    if x.is_cuda and _kernels():
+        return _Windows.of(x, window)
+    ph, pw = window.ph, window.pw
+    parts = F.pad(x, (pw, pw, ph, ph)).unfold(2, window.kh, window.sh).unfold(3, window.kw, window.sw)
+    return parts.permute(1, 4, 5, 0, 2, 3).flatten(3).flatten(0, 2)
+
+
+class _Windows(torch.autograd.Function):
+    """[…, B, I, H, W] -> […, I·kh·kw, B·rows·columns]."""
+
+    @staticmethod
+    def of(x: Tensor, window: Window) -> Tensor:
+        return cast(Tensor, _Windows.apply(x, window))  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def forward(x: Tensor, window: Window) -> Tensor:
+        batch, channels, height, width = x.shape[-4:]
+        rows, columns = window.over(height, width)
+        flat = x.flatten(0, -5) if x.dim() > 4 else x[None]
+        out = x.new_empty(*x.shape[:-4], channels * window.kh * window.kw, batch * rows * columns)
+        places = batch * rows * columns
+        grid = (-(-places // BLOCK), channels, len(flat))
+        _kernels()["spread"][grid](
+            flat, out, places, channels, height, width, rows, columns, *flat.stride(), *window, BLOCK
+        )
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Window], output: Tensor) -> None:
+        ctx.shape, ctx.window = tuple(inputs[0].shape[-4:]), inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Folded.of(gradient, ctx.shape, ctx.window), None
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[int | None, None], x: Tensor, window: Window) -> tuple[Tensor, int]:
+        assert dims[0] is not None
+        return _Windows.of(x.movedim(dims[0], 0), window), 0
+
+
+class _Folded(torch.autograd.Function):
+    """[…, I·kh·kw, B·rows·columns] -> […, B, I, H, W]: at each place the sum of the window entries that show it."""
+
+    @staticmethod
+    def of(parts: Tensor, shape: tuple[int, ...], window: Window) -> Tensor:
+        return cast(Tensor, _Folded.apply(parts, shape, window))  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def forward(parts: Tensor, shape: tuple[int, ...], window: Window) -> Tensor:
+        batch, channels, height, width = shape
+        rows, columns = window.over(height, width)
+        flat = (parts.flatten(0, -3) if parts.dim() > 2 else parts[None]).contiguous()
+        out = parts.new_empty(*parts.shape[:-2], *shape)
+        places = batch * height * width
+        grid = (-(-places // BLOCK), channels, len(flat))
+        wide = torch.promote_types(parts.dtype, torch.float32) == torch.float64
+        _kernels()["fold"][grid](
+            flat, out, places, channels, height, width, rows, columns, batch * rows * columns, *window, BLOCK, wide
+        )
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, tuple[int, ...], Window], output: Tensor) -> None:
+        ctx.window = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _Windows.of(gradient, ctx.window), None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, dims: tuple[int | None, ...], parts: Tensor, shape: tuple[int, ...], window: Window
+    ) -> tuple[Tensor, int]:
+        assert dims[0] is not None
+        return _Folded.of(parts.movedim(dims[0], 0), shape, window), 0
+
+
+@cache
+def _kernels() -> dict[str, Any]:
+    """The kernels by name; none where Triton, which comes with PyTorch for GPUs, is missing."""
+    try:
+        from fedveil import kernels
+    except ImportError:
+        return {}
+    return {"spread": kernels.spread, "fold": kernels.fold}
