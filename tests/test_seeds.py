@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from fedveil import Seed
+from fedveil.seeds import is_weak
 
 
 def test_golden_values_do_not_change():
@@ -31,3 +32,10 @@ def test_private_roots_are_fresh_and_no_global_generator_moves():
     assert first != second
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert (np.random.get_state()[1] == numpy_state).all()  # noqa: NPY002
+
+
+def test_about_their_share_of_clients_is_weak_and_always_the_same_ones():
+    assert [k for k in range(12) if is_weak(k, 0.5)] == [0, 3, 5, 9, 10, 11]
+    assert 450 < sum(is_weak(k, 0.5) for k in range(1000)) < 550
+    assert not any(is_weak(k, 0.0) for k in range(100))
+    assert all(is_weak(k, 1.0) for k in range(100))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 ENABLED = True  # set to False to run every step eagerly: what a benchmark compares with
-TOLD_EVERY = 50
 WARM_UP = 3  # real steps run before the capture, so that libraries have chosen their kernels and buffers
 
-
 Observer = Callable[[int, int], None]  # called with the steps done and the steps there are
+observer: Observer | None = None  # of every `repeat` in this process; called from the threads that train
+OFTEN = 0.5  # seconds between two calls, or less
+QUEUED = 16  # replays before the first: it waits for the GPU, and a short schedule should not
 
 
 @contextmanager
@@ -26,23 +28,18 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def repeat(step: Callable[[], None], times: int, device: torch.device, observer: Observer | None = None) -> None:
+def repeat(step: Callable[[], None], times: int, device: torch.device, part: tuple[int, int] | None = None) -> None:
     """Run `step` `times` times. It must work in place on tensors that outlive it and read nothing else that changes.
 
     A step that walks through a schedule keeps its position in a tensor (`cursor.add_(1)`), so that a replay moves on.
-    The observer is told every `TOLD_EVERY` steps.
+    `part` says what of a longer schedule this is: the steps before, and all there are.
     """
-
-    def told(done: int) -> None:
-        if observer and done % TOLD_EVERY == 0:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()  # replays are only queued
-            observer(done, times)
-
+    told = _teller(observer, *(part or (0, times)), device) if observer else None
     if device.type != "cuda" or times <= 2 * WARM_UP or not ENABLED:
         for done in range(1, times + 1):
             step()
-            told(done)
+            if told:
+                told(done)
         return
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -55,4 +52,25 @@ def repeat(step: Callable[[], None], times: int, device: torch.device, observer:
         step()
     for done in range(WARM_UP + 1, times + 1):
         graph.replay()
-        told(done)
+        if told:
+            told(done)
+
+
+def _teller(observer: Observer, before: int, total: int, device: torch.device) -> Callable[[int], None]:
+    """Pass the steps done on to an observer, of fast steps ever fewer: what is told lies about `OFTEN` apart."""
+    queued = device.type == "cuda"
+    gap, last = QUEUED if queued else 1, time.monotonic()
+    due = gap
+
+    def told(done: int) -> None:
+        nonlocal gap, last, due
+        if done < due:
+            return
+        if queued:
+            torch.cuda.current_stream(device).synchronize()
+        observer(before + done, total)
+        now = time.monotonic()
+        gap = 2 * gap if now - last < OFTEN else gap
+        due, last = done + gap, now
+
+    return told

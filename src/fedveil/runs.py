@@ -12,7 +12,7 @@ import fcntl
 import hashlib
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -89,8 +89,8 @@ class RunFolder:
 
     def describe(self, recipe: str, environment: dict[str, Any]) -> None:
         """Write what was asked for and where it runs; both are for people and for `resume`."""
-        _write(self.path / "recipe.toml", recipe.encode())
-        _write(self.path / "environment.json", msgspec.json.format(msgspec.json.encode(environment), indent=2) + b"\n")
+        write(self.path / "recipe.toml", recipe.encode())
+        write(self.path / "environment.json", msgspec.json.format(msgspec.json.encode(environment), indent=2) + b"\n")
 
     def ledger(self, rounds: int) -> Ledger:
         """The ledger, cut back to its first `rounds` rows, open for more."""
@@ -103,10 +103,30 @@ class RunFolder:
             raise RunError(
                 f"{path} has {len(rows)} rows but the checkpoint is of round {rounds}; the ledger was damaged"
             )
-        _write(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+        write(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
         file = open(path, "ab")  # noqa: SIM115 - closed by close()
         self._ledger = file
         return _Ledger(rows, file)
+
+    def asking(self, cohort: Sequence[int]) -> None:
+        """Note who is about to be asked, on the disk before it happens: a round that a kill cuts off was asked too."""
+        path = self.path / "asked.jsonl"
+        with _saying(path), open(path, "ab") as file:
+            file.write(msgspec.json.encode(list(cohort)) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def asked(self, rounds: int) -> list[list[int]]:
+        """Every cohort that was asked, at least `rounds` of them."""
+        path = self.path / "asked.jsonl"
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        try:
+            cohorts = [msgspec.json.decode(line, type=list[int]) for line in lines if line.endswith(b"\n")]
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            cohorts = []
+        if len(cohorts) < rounds:
+            raise RunError(f"{path} does not tell who was asked in {rounds} rounds; what they cost is not known")
+        return cohorts
 
     def save(self, run: bytes, round_: int, state: Record, memory: dict[int, list[tuple[int, int, Record]]]) -> None:
         """Write the checkpoint of a round; the ledger's row of that round reaches the disk before it."""
@@ -121,7 +141,7 @@ class RunFolder:
         data = message.frame(
             Checkpoint(run, round_, message.frame(state, Envelope(run, round_)), entries), Envelope(run, round_)
         )
-        _write(self._checkpoint(round_), data + hashlib.blake2b(data, digest_size=_DIGEST).digest())
+        write(self._checkpoint(round_), digested(data))
         for old in self.checkpoints()[KEPT:]:
             old.unlink()
 
@@ -132,7 +152,7 @@ class RunFolder:
         folder = self.path / "figures" / name
         folder.mkdir(parents=True, exist_ok=True)
         for stem, row in ((f"{round_:05d}", images), ("real", real)):
-            _write(folder / f"{stem}.png", strip(row))
+            write(folder / f"{stem}.png", strip(row))
 
     def checkpoints(self) -> list[Path]:
         """Checkpoint files, newest first."""
@@ -156,18 +176,30 @@ class RunFolder:
 
 def read_checkpoint(data: bytes) -> Saved:
     """The contents of a checkpoint file. Raises `Refused` if it is damaged."""
-    body, digest = data[:-_DIGEST], data[-_DIGEST:]
-    if hashlib.blake2b(body, digest_size=_DIGEST).digest() != digest:
-        raise Refused("damaged", "the digest at its end does not match")
+    body = undigested(data)
     checkpoint, _ = message.unframe(body, {Checkpoint.kind: Checkpoint}, len(body))
     assert isinstance(checkpoint, Checkpoint)
     memory: dict[int, list[tuple[int, int, Record]]] = {}
     for entry in checkpoint.memory:
-        memory.setdefault(entry.client, []).append((entry.round, entry.serial, _unfold(entry.frame)))
-    return Saved(checkpoint.run, checkpoint.round, _unfold(checkpoint.state), memory)
+        memory.setdefault(entry.client, []).append((entry.round, entry.serial, unfold(entry.frame)))
+    return Saved(checkpoint.run, checkpoint.round, unfold(checkpoint.state), memory)
 
 
-def _unfold(frame: bytes) -> Record:
+def digested(data: bytes) -> bytes:
+    """With a digest at its end, which tells whether a file is whole."""
+    return data + hashlib.blake2b(data, digest_size=_DIGEST).digest()
+
+
+def undigested(data: bytes) -> bytes:
+    """What was `digested`. Raises `Refused` if it is damaged."""
+    body, digest = data[:-_DIGEST], data[-_DIGEST:]
+    if hashlib.blake2b(body, digest_size=_DIGEST).digest() != digest:
+        raise Refused("damaged", "the digest at its end does not match")
+    return body
+
+
+def unfold(frame: bytes) -> Record:
+    """The record in a frame that this program wrote, of any kind."""
     return message.unframe(frame, message.KINDS, len(frame))[0]
 
 
@@ -180,7 +212,7 @@ class _Ledger(Ledger):
             super().append(row)
 
 
-def _write(path: Path, data: bytes) -> None:
+def write(path: Path, data: bytes) -> None:
     """Replace a file in one step: whoever looks finds the old one or the new one, whole."""
     beside = path.with_name(path.name + ".new")
     with _saying(path):

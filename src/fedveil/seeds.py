@@ -45,3 +45,9 @@ class Seed:
     def torch(self) -> torch.Generator:
         """A CPU torch generator that starts here. Draw on the CPU and move: the stream is then the same everywhere."""
         return torch.Generator().manual_seed(int.from_bytes(self.key[:8], "little") >> 1)
+
+
+def is_weak(client: int, share: float) -> bool:
+    """Whether a client is among the `share` of all with few resources: drawn by its number, so that it is so in every
+    round and run, and everyone knows."""
+    return Seed.root(0).child("resources", client).numpy().random() < share

@@ -64,7 +64,7 @@ def both(simulation, task, method, **more):
     flower = fv.run(task, method, engine=simulation(PLAN), **settings)
     assert torch.equal(local.weights, flower.weights)
     for one, other in zip(local.ledger.rows, flower.ledger.rows, strict=True):
-        same = ("cohort", "up", "down", "missing", "events", "metrics", "passes")
+        same = ("cohort", "up", "down", "missing", "events", "metrics", "passes", "epsilon")
         assert [getattr(one, name) for name in same] == [getattr(other, name) for name in same]
     return flower.ledger
 
@@ -100,7 +100,8 @@ def test_so_does_a_secure_sum_whose_secrets_go_from_process_to_process(simulatio
 
 
 def test_so_does_noise_whose_root_is_fixed(simulation, task):
-    both(simulation, task, fv.FedAvg(clip=1.0, noise=0.1))
+    for how in ({"privacy": fv.DpSgd(delta=1e-3)}, {"user_privacy": fv.UserLevel(delta=1e-2)}):
+        both(simulation, task, fv.FedAvg(**how))
 
 
 def test_so_does_a_resumed_run(simulation, task, tmp_path):

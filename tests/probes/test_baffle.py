@@ -251,3 +251,14 @@ def test_digits_are_learnt_under_the_secure_sum_with_drop_outs():
     assert result.summary()["clients_failed"] > 20
     masked = [stage for row in result.ledger.rows for stage in row.secure if stage.stage == "masked"]
     assert max(stage.up / max(stage.answered, 1) for stage in masked) < 4 * 100 + 64
+
+
+def test_a_client_that_is_done_waits_for_larger_ones_unchanged():
+    """In a stack of uneven clients a small one's later batches are empty."""
+    task = linear_task(uneven=True)
+    method = fv.Baffle(level="epoch", directions=4, local=fv.Local(batch=2))
+    question = Walk(task.initial, 7, 4)
+    together = method.walk(crowd(task), question)
+    for client, answer in enumerate(together):
+        (alone,) = method.walk(crowd(task, (client,)), question)
+        torch.testing.assert_close(answer.update, alone.update, atol=1e-5, rtol=1e-4)

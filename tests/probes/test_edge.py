@@ -3,13 +3,16 @@
 import contextlib
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
 import fedveil as fv
@@ -148,7 +151,13 @@ def test_the_constants_are_the_librarys():
     assert (Probe.kind, Slopes.kind) == (edge.PROBE, edge.SLOPES)
 
 
+def headed(head):
+    """A question of three weights with a head of one's own."""
+    return GOOD[:24] + struct.pack("<I", len(head)) + head + bytes(-(4 + len(head)) % 8) + bytes(16)
+
+
 GOOD = message.frame(Probe(torch.arange(3.0), 5, 9), WHERE)
+HEAD = GOOD[28 : 28 + struct.unpack_from("<I", GOOD, 24)[0]]
 HOSTILE = {
     "nothing": b"",
     "pickle": b"\x80\x04pickle" * 9,
@@ -167,12 +176,15 @@ HOSTILE = {
     "huge": message.frame(Probe(torch.full((3,), 1e38), 5, 9), WHERE),
     "a text": GOOD[:28] + b"\xa1x" + GOOD[30:],
     "arrays in arrays": GOOD[:28] + b"\x91" * 8 + GOOD[36:],
+    "arrays in a thousand arrays": headed(b"\x91" * 5000 + b"\x01"),
+    "more behind the head's fields": headed(HEAD + b"\x01"),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_question_is_refused(name):
     edge.read(GOOD, 3, 20)
+    edge.read(headed(HEAD), 3, 20)
     with pytest.raises(edge.Refused, match=r"^[a-z ]+: "):
         edge.read(HOSTILE[name], 3, 20)
 
@@ -193,6 +205,9 @@ def test_a_question_to_another_client_and_records_of_another_shape_are_refused(t
         mine.answer(message.frame(asked(task), Envelope(b"run 1234", 7, 4, 2)))
     with pytest.raises(ValueError, match=r"the records have shape \(2, 8, 8\); the model takes \[1, 8, 8\] each"):
         edge.Edge(exported, np.zeros((2, 8, 8), np.float32), np.zeros(2, np.int64), 3)
+    for records, labels in ((2, 1), (0, 0)):
+        with pytest.raises(ValueError, match=rf"the records have shape \({records}, 1, 8, 8\)"):
+            edge.Edge(exported, np.zeros((records, 1, 8, 8), np.float32), np.zeros(labels, np.int64), 3)
     with pytest.raises(ValueError, match="a label is not from 0 to 9"):
         edge.Edge(exported, np.zeros((1, 1, 8, 8), np.float32), np.array([10]), 3)
 
@@ -213,6 +228,8 @@ def test_layers_that_are_not_trained_are_part_of_the_model_and_can_have_8_bits(t
         answer, _ = message.unframe(found, {Slopes.kind: Slopes}, 10_000)
         assert distance(expected.slopes, answer.slopes) < error
     assert sizes[1] < 0.5 * sizes[0]
+    held = {tensor.name for tensor in onnx.load(folder / "model.onnx").graph.initializer}
+    assert {"fc1.weight/codes", "fc1.weight/scale", "fc1.bias"} <= held  # a bias is too small to be worth it
 
 
 @pytest.mark.parametrize(
@@ -226,6 +243,24 @@ def test_layers_that_are_not_trained_are_part_of_the_model_and_can_have_8_bits(t
 def test_what_an_edge_client_cannot_do_is_said(task, tmp_path, settings, sentence):
     with pytest.raises(ValueError, match=sentence):
         export(task, fv.Baffle(**settings), tmp_path)
+
+
+def test_what_cannot_be_exported_is_said(task, tmp_path):
+    def export_of(model, loss="cross-entropy"):
+        export(fv.Task(model, task.data, task.clients, loss=loss), fv.Baffle(), tmp_path)
+
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(64, 10), nn.Linear(64, 10)
+
+        def forward(self, x):
+            return self.used(x.flatten(1))
+
+    with pytest.raises(ValueError, match=r"ONNX has no weight 'unused\.weight'"):
+        export_of(Unused())
+    with pytest.raises(ValueError, match="the edge client knows the loss 'cross-entropy' with one label a record"):
+        export_of(task.model, lambda logits, y: nn.functional.cross_entropy(logits, y, reduction="none"))
 
 
 def test_the_command_refuses_other_methods_and_folders_that_are_not_empty(tmp_path):

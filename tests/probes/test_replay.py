@@ -8,7 +8,8 @@ import fedveil as fv
 from fedveil import message
 from fedveil.clients import Reply
 from fedveil.message import Envelope, Refused
-from fedveil.probes.replay import CatchUp, Caught, Stand, Step
+from fedveil.probes.replay import Step
+from fedveil.steps import Follow, InStep, Stand
 from probes.probes import crowd
 from toys import Tamper, linear_task
 
@@ -83,7 +84,7 @@ def test_a_newcomer_gets_the_state_where_the_steps_are_more_bytes(server, parts)
     state = run.method.begin(task)
     for number in (1, 2):
         state, row = run.step(state, number, 2)
-    asked = run.method.replay.missed(state, 0)
+    asked = run.method.steps.missed(state, 0)
     assert [part is not None for part in (asked.weights, asked.first, asked.second)] == [True, parts > 1, parts > 2]
     assert not asked.frames
     assert row.down["0"] > parts * 8 * 4
@@ -107,8 +108,8 @@ def test_a_client_that_strayed_is_sent_the_state_and_counted():
 def test_a_client_that_says_it_holds_something_else_twice_is_left_out():
     def lie(_, replies):
         for reply in replies:
-            lies = reply.client == 1 and reply.frame[3] == Caught.kind
-            yield Reply(reply.client, message.frame(Caught(), message.envelope(reply.frame)[1])) if lies else reply
+            lies = reply.client == 1 and reply.frame[3] == InStep.kind
+            yield Reply(reply.client, message.frame(InStep(), message.envelope(reply.frame)[1])) if lies else reply
 
     result = fv.run(linear_task(), fv.Baffle(directions=4, down="replay"), rounds=2, cohort=4, engine=Tamper(lie))
     for row in result.ledger.rows:
@@ -121,9 +122,9 @@ def test_a_lost_answer_does_not_make_a_client_take_a_step_twice():
     steps = [Step(n, torch.full((4,), 0.1)) for n in (1, 2)]
     frames = [message.frame(step, Envelope()) for step in steps]
     first = crowd(task)
-    chosen.replay.catch_up(first, CatchUp(1, frames[:1]))
+    chosen.steps.follow(first, Follow(1, frames[:1]))
     both = crowd(task, memory=first.kept)
-    chosen.replay.catch_up(both, CatchUp(2, frames))  # the server does not know that the first arrived
+    chosen.steps.follow(both, Follow(2, frames))  # the server does not know that the first arrived
     expected = SGD.begin(task.initial)
     for step in steps:
         expected = chosen.take(task, expected, [step.key], [step.coefficients])
@@ -145,9 +146,9 @@ def test_a_lost_answer_does_not_make_a_client_take_a_step_twice():
 def test_a_hostile_step_is_refused_by_name(frame, reason):
     chosen = fv.Baffle(directions=4, down="replay")
     with pytest.raises(Refused, match=f"^{reason}"):
-        chosen.replay.catch_up(crowd(linear_task()), CatchUp(1, [frame]))
+        chosen.steps.follow(crowd(linear_task()), Follow(1, [frame]))
 
 
 def test_a_question_about_weights_that_are_not_held_is_lost_state():
     with pytest.raises(Refused, match="lost state: the weights of version 3 are not held"):
-        fv.Baffle(down="replay").replay.held(crowd(linear_task()), 3)
+        fv.Baffle(down="replay").steps.held(crowd(linear_task()), 3)

@@ -13,8 +13,10 @@ from fedveil.data import from_tensors
 from fedveil.engines import Local
 from fedveil.message import Envelope
 from fedveil.server import ServerState
+from fedveil.steps import Follow
 from fedveil.updates.codec import Update
-from fedveil.updates.down import Follow, Train, TrainFrom, TrainFull, TrainHere
+from fedveil.updates.compress import Sparse
+from fedveil.updates.down import Held, Train, TrainFrom, TrainFull, TrainHere
 from toys import kept
 from updates.codecs import crowd_of, image_task
 
@@ -198,8 +200,23 @@ def test_a_client_that_is_gone_when_it_should_be_resynced_does_not_stop_the_othe
 
 def test_a_client_that_does_not_hold_the_weights_refuses_to_train():
     method = fv.FedAvg(local=LOCAL, down=STEPS["top-k"])
-    with pytest.raises(fv.Refused, match="lost state: the weights of version 7 are not held; resync first"):
+    with pytest.raises(fv.Refused, match="lost state: the weights of version 7 are not held; catch up first"):
         method.answer[TrainHere](crowd_of(TASK, 0), TrainHere(7))
+    for memory, version in ((Held(6, TASK.initial), 7), (Held(residual=TASK.initial), 0)):
+        with pytest.raises(fv.Refused, match=f"lost state: the weights of version {version} are not held"):
+            method.answer[TrainHere](crowd_of(TASK, 0, memory=[memory]), TrainHere(version))
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_the_moments_of_the_servers_optimiser_stay_with_the_server(optimizer):
+    run = Run(fv.FedAvg(local=LOCAL, down=fv.Half(), server=fv.Server(optimizer, 0.5)), AWAY)
+    row = run.go(5)
+    assert row.down["1"] == frame_bytes(Follow(4, weights=run.before.weights)) + frame_bytes(TrainHere(4))
+    assert all(r.metrics["resynced"] == 0 for r in run.rows)
+    assert not any(r.missing for r in run.rows)
+    assert run.held(1).first is None
+    assert run.before.first is not None
+    assert torch.equal(run.held(1).weights, run.before.weights)
 
 
 def test_a_step_within_a_question_is_checked_like_any_bytes_from_outside():
@@ -208,9 +225,25 @@ def test_a_step_within_a_question_is_checked_like_any_bytes_from_outside():
     good.go()
     (step,) = good.state.history
     strange = message.frame(Update(torch.ones(803)), Envelope())
-    for frame, reason in ((step[:-9], "truncated"), (strange, "too large"), (b"?", "truncated")):
+    places = torch.arange(16, dtype=torch.int32)
+    shorter, nan, twice = (
+        message.frame(Sparse(*fields), Envelope())
+        for fields in (
+            (torch.ones(15), places[:15]),
+            (torch.full((16,), torch.nan), places),
+            (torch.ones(16), places.clamp(max=14)),
+        )
+    )
+    for frame, reason in (
+        (step[:-9], "truncated"),
+        (strange, "too large"),
+        (b"?", "truncated"),
+        (shorter, "wrong shape"),
+        (nan, "not finite"),
+        (twice, "out of range: places are not ascending"),
+    ):
         crowd = crowd_of(TASK, 0)
-        with pytest.raises(fv.Refused, match=f"^{reason}: "):
+        with pytest.raises(fv.Refused, match=f"^{reason}"):
             method.answer[Follow](crowd, Follow(1, [frame]))
         assert crowd.kept is None
     with pytest.raises(fv.Refused, match="wrong kind: this run sends full weights down"):

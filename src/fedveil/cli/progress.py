@@ -12,13 +12,13 @@ from types import FrameType
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
+from fedveil import graphs
 from fedveil.cli.shell import err
 from fedveil.ledger import Ledger, Row
-from fedveil.updates import fit
 
 INTERRUPTED = 130
 LINE_EVERY = 5.0  # seconds, where stderr is no terminal
-LONG = 3.0  # seconds of a round after which it is told how its fits go
+LONG = 3.0  # seconds of a round after which it is told how far its clients are
 
 
 class Watch:
@@ -26,7 +26,7 @@ class Watch:
 
     def __init__(self, rounds: int, done: Ledger) -> None:
         self.rounds, self.first = rounds, len(done.rows)
-        self.up, self.accuracy = sum(row.bytes_up for row in done.rows), ""
+        self.up, self.accuracy, self.spent = sum(row.bytes_up for row in done.rows), "", ""
         self.began = self.round_began = time.monotonic()
         self.text, self.told, self.lock = f"round {self.first}/{rounds}", -LINE_EVERY, threading.Lock()
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=10))
@@ -35,29 +35,31 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self.bar.start()
-        fit.observer = self.fitting
+        graphs.observer = self.step
         return self
 
     def __exit__(self, *_: object) -> None:
-        fit.observer = None
+        graphs.observer = None
         self.bar.stop()
 
     def __call__(self, row: Row) -> None:
         self.up += row.bytes_up
         if "accuracy" in row.metrics:
             self.accuracy = f"  accuracy {row.metrics['accuracy']:.4f}"
+        if row.epsilon is not None:
+            self.spent = f"  ε {row.epsilon:.4g}"
         now = time.monotonic()
         left = round((now - self.began) / (row.round - self.first) * (self.rounds - row.round))
-        self.text = f"round {row.round}/{self.rounds}{self.accuracy}  {decimal(self.up)} up"
+        self.text = f"round {row.round}/{self.rounds}{self.accuracy}{self.spent}  {decimal(self.up)} up"
         self.text += f"  {datetime.timedelta(seconds=left)} left" if left else ""
         self.round_began = now
         self.bar.update(self.line, completed=row.round)
         self._tell(self.text)
 
-    def fitting(self, done: int, total: int) -> None:
-        """Called by every thread that fits, within a round; told if the round is long."""
+    def step(self, done: int, total: int) -> None:
+        """Called by every thread that trains, within a round; told if the round is long."""
         if time.monotonic() - self.round_began >= LONG:
-            self._tell(f"{self.text}  fitting {done}/{total}")
+            self._tell(f"{self.text}  step {done}/{total}")
 
     def _tell(self, line: str) -> None:
         with self.lock:

@@ -6,7 +6,6 @@ and comes back with the answer, so that the server's checkpoint holds it; a depl
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ from fedveil import message
 from fedveil.clients import Clients
 from fedveil.message import Envelope, Folded, Record, Refused
 from fedveil.privacy.secagg import Secrets
-from fedveil.runs import Remembered, _unfold, _write
+from fedveil.runs import Remembered, digested, undigested, unfold, write
 
-_DIGEST = 16
 Plain = bool | int | float | str | None
 Entries = list[tuple[int, int, Record]]
 
@@ -36,7 +34,7 @@ class Note(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     def value(self) -> Any:
         return next(
-            (v for v in (self.data, self.tensor, self.frame and _unfold(self.frame)) if v is not None), self.plain
+            (v for v in (self.data, self.tensor, self.frame and unfold(self.frame)) if v is not None), self.plain
         )
 
 
@@ -86,7 +84,7 @@ def _note(name: str, value: Any, run: bytes) -> Note | None:
 
 def entries(frame: bytes) -> Entries:
     """The memory in a frame. Raises `Refused`."""
-    return [(e.round, e.serial, _unfold(e.frame)) for e in _read(frame).memory]
+    return [(e.round, e.serial, unfold(e.frame)) for e in _read(frame).memory]
 
 
 def unpack(frame: bytes, clients: Clients, client: int, key: bytes | None = None) -> None:
@@ -112,7 +110,7 @@ def _read(frame: bytes) -> Kept:
 def save(path: Path, frame: bytes) -> None:
     """Write what a client keeps, and return when it is on the disk."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _write(path, frame + hashlib.blake2b(frame, digest_size=_DIGEST).digest())
+    write(path, digested(frame))
 
 
 def load(path: Path) -> bytes:
@@ -120,7 +118,7 @@ def load(path: Path) -> bytes:
     if not path.exists():
         return b""
     data = path.read_bytes()
-    frame, digest = data[:-_DIGEST], data[-_DIGEST:]
-    if hashlib.blake2b(frame, digest_size=_DIGEST).digest() != digest:
-        raise Refused("lost state", "the client's memory file is damaged; only its owner can remove it")
-    return frame
+    try:
+        return undigested(data)
+    except Refused:
+        raise Refused("lost state", "the client's memory file is damaged; only its owner can remove it") from None

@@ -24,12 +24,14 @@ from fedveil.privacy.secagg import SecureSum
 from fedveil.probes import edge
 from fedveil.probes.directions import LAWS, Directions, order, words
 from fedveil.probes.probing import Prober, forward_only
-from fedveil.probes.replay import CatchUp, Key, Replay, Step, Version
-from fedveil.seeds import Seed
+from fedveil.probes.replay import Key, Step, longest, replay
+from fedveil.seeds import Seed, is_weak
 from fedveil.server import Server, ServerState
+from fedveil.steps import Follow, Steps, Version
 from fedveil.task import Task
 
 K = Annotated[int, Meta(ge=1, le=10**6)]
+SIGMAS = {"float32": 1e-4, "float16": 1e-3}  # half precision rounds away most of what a smaller one changes
 
 
 @message.kind(edge.SLOPES)
@@ -109,6 +111,8 @@ class Baffle(Method):
     clip:       an estimated gradient is scaled so that no entry is larger; None: it is not
     ema:        publish a moving average of the weights, with coefficient min(ema, (1+t)/(10+t)) in step t; 0: do not
     down:       "weights", or "replay": the K coefficients of the server's step, which clients regrow
+    sigma:      σ, how far a perturbed model is away; None: 1e-4, in float16 1e-3
+    precision:  "float32", or "float16": perturbed models but for their linear layers run in half precision
     secure:     learn sums only, through the secure sum
     memory:     about how many megabytes a forward pass may hold; None lets the device decide
     """
@@ -133,7 +137,8 @@ class Baffle(Method):
     directions: int = 100
     weak: int | None = None
     share: float = 0.5
-    sigma: float = 1e-4
+    sigma: float | None = None
+    precision: str = "float32"
     law: str = "gaussian"
     scheme: str = "forward"
     seeds: str = "shared"
@@ -154,13 +159,14 @@ class Baffle(Method):
             ("scheme", ("forward", "central")),
             ("seeds", ("shared", "own")),
             ("down", ("weights", "replay")),
+            ("precision", tuple(SIGMAS)),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"method.{name} is '{getattr(self, name)}'; use {' or '.join(known)}")
         weak, batch, memory = (1 if value is None else value for value in (self.weak, self.batch, self.memory))
         if self.directions < 1 or not 1 <= weak <= self.directions or not 0 <= self.share <= 1:
             raise ValueError("method.directions is at least 1, method.weak from 1 to that, method.share from 0 to 1")
-        if self.sigma <= 0 or (self.clip is not None and self.clip <= 0) or not 0 <= self.ema < 1:
+        if self.scale <= 0 or (self.clip is not None and self.clip <= 0) or not 0 <= self.ema < 1:
             raise ValueError("method.sigma and method.clip are above 0, and method.ema is from 0 to below 1")
         if min(batch, memory) < 1:
             raise ValueError("method.batch and method.memory are at least 1; leave them out for all records or memory")
@@ -193,11 +199,11 @@ class Baffle(Method):
         if self.level == "epoch":
             return self.published(state, self.server.step(now, self.walked(now, cohort)))
         if self.down == "replay":
-            cohort = self.replay.reach(now, cohort)
+            cohort = self.steps.reach(now, cohort)
         keys, coefficients = self.probed(now, cohort)
         after = self.take(cohort.task, now, keys, coefficients)
         if self.down == "replay":
-            history, versions = self.replay.record(now, Step(keys[0], coefficients[0]), cohort)
+            history, versions = self.steps.record(now, Step(keys[0], coefficients[0]), cohort)
             after = replace(after, history=history, versions=versions)
         return self.published(state, after)
 
@@ -250,11 +256,11 @@ class Baffle(Method):
     def answer(self) -> Mapping[type[Question], Callable[[Crowd, Any], Sequence[Answer]]]:
         own: dict[type[Question], Callable[[Crowd, Any], Sequence[Answer]]] = {Walk: self.walk}
         if self.level == "batch" and self.down == "replay":
-            own = {ProbeHere: lambda crowd, q: self.probe(crowd, self.replay.held(crowd, q.version), q)}
+            own = {ProbeHere: lambda crowd, q: self.probe(crowd, self.steps.held(crowd, q.version), q)}
         elif self.level == "batch":
             own = {Probe: lambda crowd, q: self.probe(crowd, q.weights.to(crowd.task.device), q)}
-        caught: dict[type[Question], Callable[[Crowd, Any], Sequence[Answer]]] = {CatchUp: self.replay.catch_up}
-        return (caught if self.down == "replay" else {}) | (self.secure.stages(own) if self.secure else own)
+        own = dict(self.secure.stages(own)) if self.secure else own
+        return own | {Follow: self.steps.follow} if self.down == "replay" else own
 
     def probe(self, crowd: Crowd, w: Tensor, question: Probe | ProbeHere) -> list[Slopes]:
         """Slopes at `w` [d]. With shared seeds all clients' records run through the same perturbed models."""
@@ -320,9 +326,9 @@ class Baffle(Method):
 
     def of(self, client: int) -> int:
         """K of a client: its public capability."""
-        if self.weak is None:
-            return self.directions
-        return self.weak if Seed.root(0).child("resources", client).numpy().random() < self.share else self.directions
+        if self.weak is not None and is_weak(client, self.share):
+            return self.weak
+        return self.directions
 
     def passes(self, count: int) -> int:
         """Forward passes for so many directions."""
@@ -335,18 +341,23 @@ class Baffle(Method):
         return gradient * (self.clip / gradient.abs().amax(-1, keepdim=True).clamp(min=self.clip))
 
     @property
-    def replay(self) -> Replay:
+    def steps(self) -> Steps:
         def take(task: Task, now: ServerState, step: Step) -> ServerState:
             return self.take(task, now, [step.key], [step.coefficients])
 
-        return Replay(lambda task: self.server.begin(task.initial), take, self.directions)
+        return replay(lambda task: self.server.begin(task.initial), take, self.directions)
 
     def prober(self, task: Task) -> Prober:
         places = self.places(task)
         size = task.layout.size if places is None else len(places)
         directions = Directions.of(self.law, size, self.directions)
         memory = None if self.memory is None else self.memory << 20
-        return Prober(task, directions, self.sigma, self.scheme, places, memory)
+        precision: torch.dtype = getattr(torch, self.precision)
+        return Prober(task, directions, self.scale, self.scheme, places, memory, precision)
+
+    @property
+    def scale(self) -> float:
+        return SIGMAS[self.precision] if self.sigma is None else self.sigma
 
     def places(self, task: Task) -> Tensor | None:
         """Which entries of the flat weights are trained; None: all."""
@@ -367,7 +378,7 @@ class Baffle(Method):
         count, weights = self.of(turn.client), torch.empty(task.layout.size, device="meta")
         asked: list[Question] = [Walk(weights, 2**62, count)]
         if self.level == "batch" and self.down == "replay":
-            caught = self.replay.foreseen(task, turn.round - 1, turn.missed)
+            caught = self.steps.foreseen(task, longest(self.directions), turn.round - 1, turn.missed)
             asked = [caught, ProbeHere(turn.round - 1, 2**62, count)]
         elif self.level == "batch":
             asked = [Probe(weights, 2**62, count)]

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedveil.graphs import Observer, repeat
+from fedveil.graphs import repeat
 from fedveil.message import Refused
 from fedveil.seeds import Seed
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
-observer: Observer | None = None  # of every fit in this process; called from the threads that fit
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def adam(
             if project:
                 project()
 
-    repeat(step, len(rates), device, observer)
+    repeat(step, len(rates), device)
     for value in values:
         value.requires_grad_(False)
     return last

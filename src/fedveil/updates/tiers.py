@@ -12,9 +12,10 @@ from torch import Tensor
 from fedveil import message
 from fedveil.clients import Crowd
 from fedveil.message import Answer, Refused
-from fedveil.seeds import Seed
+from fedveil.seeds import Seed, is_weak
 from fedveil.task import Task
-from fedveil.updates.codec import Codec, CodeSpace
+from fedveil.updates.codec import Codec
+from fedveil.updates.codespace import CodeSpace
 from fedveil.updates.fedsynth import FedSynth
 
 
@@ -46,8 +47,7 @@ class Tiers(Codec):
         return self.strong.payload
 
     def of(self, client: int) -> Codec:
-        draw = Seed.root(0).child("resources", client).numpy().random()
-        return self.weak if draw < self.share else self.strong
+        return self.weak if is_weak(client, self.share) else self.strong
 
     def refuse(self, task: Task) -> None:
         self.strong.refuse(task)

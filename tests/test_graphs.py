@@ -1,0 +1,108 @@
+"""Steps repeated, and told to an observer without holding them up."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import fedveil as fv
+from fedveil import graphs
+from fedveil.graphs import repeat
+from toys import linear_task
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(graphs, "observer", lambda *step: seen.append(step))
+    return seen
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that a step sets."""
+    now = [0.0]
+    monkeypatch.setattr(graphs.time, "monotonic", lambda: now[0])
+    return now
+
+
+def steps(clock: list[float], seconds: float, times: int, part: tuple[int, int] | None = None) -> None:
+    def step() -> None:
+        clock[0] += seconds
+
+    repeat(step, times, CPU, part)
+
+
+def test_without_an_observer_steps_are_taken_and_nothing_else() -> None:
+    assert graphs.observer is None
+    cursor = torch.zeros(1)
+    repeat(lambda: cursor.add_(1), 7, CPU)
+    assert cursor == 7
+
+
+def test_slow_steps_are_all_told(told: list[tuple[int, int]], clock: list[float]) -> None:
+    steps(clock, 2.0, 4)
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_of_fast_steps_ever_fewer_are_told(told: list[tuple[int, int]], clock: list[float]) -> None:
+    steps(clock, 0.001, 2000)
+    assert [done for done, _ in told] == [2**n - 1 for n in range(1, 10)] + [1023, 1535]
+
+
+def test_a_gpu_is_waited_for_where_it_is_told_and_nowhere_else(
+    told: list[tuple[int, int]], clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[int] = []
+
+    class Stream:
+        def synchronize(self) -> None:
+            waits.append(len(told))
+
+    monkeypatch.setattr(graphs, "ENABLED", False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    repeat(lambda: None, 15, torch.device("cuda"))
+    assert waits == []
+    repeat(lambda: None, 1000, torch.device("cuda"))
+    assert told == [(16 * (2**n - 1), 1000) for n in range(1, 6)]
+    assert waits == list(range(5))
+    monkeypatch.setattr(graphs, "observer", None)
+    repeat(lambda: None, 1000, torch.device("cuda"))
+    assert len(waits) == 5
+
+
+def test_a_part_is_told_as_that(told: list[tuple[int, int]], clock: list[float]) -> None:
+    steps(clock, 2.0, 2, (10, 20))
+    assert told == [(11, 20), (12, 20)]
+
+
+@pytest.mark.parametrize(
+    ("method", "total"),
+    [
+        (fv.FedAvg(local=fv.Local(epochs=3, batch=4)), 6),
+        (fv.Baffle(level="epoch", directions=2, local=fv.Local(epochs=3, batch=4)), 6),
+        (fv.FedAvg(up=fv.Tofu(points=2, steps=5), local=fv.Local(steps=1)), 5),
+    ],
+)
+def test_whatever_trains_is_told_from_its_first_step_on(
+    method: fv.Method, total: int, told: list[tuple[int, int]]
+) -> None:
+    task = linear_task()
+    fv.run(task, method, rounds=1, cohort=2)
+    assert any(of == total and done > total / 2 for done, of in told), told
+    assert all(1 <= done <= of for done, of in told)
+
+
+def test_threads_tell_the_same_observer(told: list[tuple[int, int]]) -> None:
+    ready = threading.Barrier(4)
+
+    def work(own: int) -> None:
+        ready.wait()
+        repeat(lambda: None, 3, CPU, (0, own))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(10, 14)))
+    assert {of for _, of in told} == {10, 11, 12, 13}
