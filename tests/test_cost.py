@@ -51,7 +51,12 @@ def agree(plan: fv.Recipe, digits: fv.Data) -> None:
 
 @pytest.mark.parametrize("name", DIGITS)
 def test_every_digits_recipe_costs_what_was_foretold(name: str, digits: fv.Data) -> None:
-    fits = {"fedsynth": "method.up.fits=2", "tofu": "method.up.steps=2", "fedlap": "method.batches=2"}
+    fits = {
+        "fedsynth": "method.up.fits=2",
+        "tofu": "method.up.steps=2",
+        "fedlap": "method.batches=2",
+        "feddm": "method.draws=2",
+    }
     method = recipe.read(name).method
     quick = [change for change in QUICK if hasattr(method, "local") or "local" not in change]
     agree(recipe.read(name, [*quick, *([fits[method.name]] if method.name in fits else [])]), digits)

@@ -12,7 +12,7 @@ from fedveil.clients import Memory, Reply
 from fedveil.engines import Local
 from fedveil.federation import Starved
 from fedveil.message import Refused
-from fedveil.updates.raw import Control
+from fedveil.updates.scaffold import Control
 from toys import FourStages, LastReference, OtherProcess, Tamper, Twice, linear_task
 
 SHAPES = [

@@ -8,17 +8,21 @@ from fedveil.local import Local
 from fedveil.message import Answer, Question, Record, Refused
 from fedveil.privacy import SecureSum
 from fedveil.privacy.dpsgd import DpSgd
+from fedveil.privacy.users import UserLevel
 from fedveil.probes.baffle import Baffle
 from fedveil.recipe import Recipe
 from fedveil.seeds import Seed
 from fedveil.server import Merge, Server
+from fedveil.surrogates.feddm import FedDm
 from fedveil.surrogates.fedlap import FedLap
 from fedveil.task import Task
 from fedveil.updates.codec import Codec, Raw
 from fedveil.updates.compress import Half, Qsgd, TopK
+from fedveil.updates.fair import QFedAvg
 from fedveil.updates.fedage import FedAge
 from fedveil.updates.fedsynth import FedSynth
-from fedveil.updates.raw import FedAvg, FedProx, FedSGD, QFedAvg, Scaffold
+from fedveil.updates.raw import FedAvg, FedProx, FedSGD
+from fedveil.updates.scaffold import Scaffold
 from fedveil.updates.squeeze import Zstd
 from fedveil.updates.synthetic import FedAgeAvg, FedSynthAvg, TofuAvg
 from fedveil.updates.tiers import Tiers
@@ -40,6 +44,7 @@ __all__ = [
     "FedAge",
     "FedAgeAvg",
     "FedAvg",
+    "FedDm",
     "FedLap",
     "FedProx",
     "FedSGD",
@@ -72,6 +77,7 @@ __all__ = [
     "Tofu",
     "TofuAvg",
     "TopK",
+    "UserLevel",
     "Zstd",
     "load",
     "run",

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from msgspec import Meta
 from torch import Tensor
 
 from fedveil import message
 from fedveil.message import Envelope, Record, Refused
+from fedveil.privacy.account import Account
 from fedveil.privacy.identity import Identities, simulated
 from fedveil.seeds import Seed
 from fedveil.task import Rows, Task
@@ -61,21 +63,40 @@ class Reply:
     wire_down: int = 0  # and of the one around the question
 
 
+@message.kind(63)
+class Spent(Record, frozen=True):
+    """How many private answers a client has given."""
+
+    answers: Annotated[int, Meta(ge=0, le=10**9)]
+
+
 class Memory:
     """What clients remember between rounds. Keyed by round and question, so that a question asked again finds what its
-    first asking found: the newest entry of an earlier round is kept beside those of the round in progress."""
+    first asking found: the newest entry of an earlier round is kept beside those of the round in progress.
+
+    What a client has spent is an entry of round 0, which is no round's: what is asked again is charged again.
+    """
 
     def __init__(self) -> None:
         self.entries: dict[int, list[tuple[int, int, Record]]] = {}
 
     def before(self, client: int, round_: int, serial: int) -> Record | None:
-        past = [record for r, s, record in self.entries.get(client, []) if (r, s) < (round_, serial)]
+        past = [record for r, s, record in self.entries.get(client, []) if r > 0 and (r, s) < (round_, serial)]
         return past[-1] if past else None
 
     def keep(self, client: int, round_: int, serial: int, record: Record) -> None:
         entries = [e for e in self.entries.get(client, []) if e[:2] < (round_, serial)]
-        earlier = [e for e in entries if e[0] < round_][-1:]
-        self.entries[client] = [*earlier, *(e for e in entries if e[0] == round_), (round_, serial, record)]
+        account = [e for e in entries if e[0] == 0]
+        earlier = [e for e in entries if 0 < e[0] < round_][-1:]
+        self.entries[client] = [*account, *earlier, *(e for e in entries if e[0] == round_), (round_, serial, record)]
+
+    def spent(self, client: int) -> int:
+        """How many answers a client has charged."""
+        return next((e[2].answers for e in self.entries.get(client, []) if isinstance(e[2], Spent)), 0)
+
+    def charge(self, client: int, answers: int) -> None:
+        rest = [e for e in self.entries.get(client, []) if e[0] > 0]
+        self.entries[client] = [(0, 0, Spent(self.spent(client) + answers)), *rest]
 
 
 @dataclass
@@ -89,6 +110,8 @@ class Crowd:
     secret: Seed  # the private root of this question; never leaves the client
     memory: list[Any]  # what each client remembers, or None; replaced through `remember`
     notes: list[dict[str, Any]]  # what each client keeps until the round closes
+    spent: list[int] = field(default_factory=list)  # private answers that each client has charged so far
+    charged: int = 0  # and those of this question
     passes: int = 0
     kept: list[Record] | None = None
     figures: dict[str, list[float]] = field(default_factory=dict)
@@ -114,6 +137,12 @@ class Crowd:
     def remember(self, records: Sequence[Record]) -> None:
         """What each client will find in `memory` in a later round, if this answer goes through."""
         self.kept = list(records)
+
+    def charge(self, account: Account) -> None:
+        """Count a private answer of each client, before anything of it is released. Raises `Refused` over budget."""
+        self.charged += 1
+        for spent in {*self.spent} or {0}:
+            account.allow(spent + self.charged)
 
     def measure(self, **figures: Tensor) -> None:
         """Figures of each client [C] that a simulation reports as their mean in the ledger; they are not sent."""
@@ -171,6 +200,7 @@ class Clients:
             Seed.private() if self.secret is None else self.secret.child(round_, serial),
             [self.memory.before(k, round_, serial) for k in ids],
             [self.notes.setdefault(k, {}) for k in ids],
+            [self.memory.spent(k) for k in ids],
             run=self.run,
             identities=self.identities,
         )
@@ -183,6 +213,8 @@ class Clients:
             replies.append(Reply(letter.client, frame, passes=crowd.passes if i == 0 else 0, figures=figures))
         for client, record in zip(ids, crowd.kept or (), strict=crowd.kept is not None):
             self.memory.keep(client, round_, serial, record)
+        for client in ids if crowd.charged else ():
+            self.memory.charge(client, crowd.charged)
         return replies
 
     @staticmethod

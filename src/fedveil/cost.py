@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace as with_fields
 
 from fedveil import message
+from fedveil.privacy.account import Tally
 from fedveil.seeds import Seed
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Turn:
     rounds: int
     missed: int  # rounds since the client took part; since the first one if it never did
     cohort: tuple[int, ...] = ()  # all who take part in the round
+    largest: int = 1  # the most records that any client may have
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Work:
 
 
 def cost(task: Task, recipe: Recipe) -> dict[str, Any]:
-    """The figures of `fedveil cost`: bytes up and down, passes and an estimate of a client's memory."""
+    """The figures of `fedveil cost`: bytes up and down, passes, ε and an estimate of a client's memory."""
     from fedveil.updates.raw import FedAvg
 
     method, plain = recipe.method, FedAvg()
@@ -58,6 +60,7 @@ def cost(task: Task, recipe: Recipe) -> dict[str, Any]:
     up, down = zip(*(_bytes(method, task, turn) for turn in turns), strict=True)
     plain_up, plain_down = zip(*(_bytes(plain, task, turn) for turn in turns), strict=True)
     works = [method.work(turn) for turn in turns]
+    epsilon, lasting = _privacy(task, recipe)
     return {
         "method": method.name,
         "rounds": recipe.rounds,
@@ -69,18 +72,40 @@ def cost(task: Task, recipe: Recipe) -> dict[str, Any]:
             "weights": FLOAT * task.layout.size * max(work.vectors for work in works),
             "activations": FLOAT * task.activations * max(work.held for work in works),
         },
-        "notes": _notes(task, recipe, turns),
+        "epsilon": epsilon,
+        "notes": _notes(task, recipe, turns) + lasting,
     }
 
 
+def _cohorts(task: Task, recipe: Recipe) -> list[tuple[int, ...]]:
+    """Who takes part in each round, as the recipe's seed draws it."""
+    rounds = Seed.root(recipe.seed)
+    return [recipe.cohort.draw(task, rounds.child("round", n + 1, "cohort")) for n in range(recipe.rounds)]
+
+
+def _privacy(task: Task, recipe: Recipe) -> tuple[float | None, list[str]]:
+    """The ε at the end, if any is promised, and what there is to say about it."""
+    if (account := recipe.method.account(task, recipe.cohort)) is None:
+        return None, []
+    tally, promise, epsilon = Tally(account), account.promise, 0.0
+    cohorts = _cohorts(task, recipe)
+    while tally.rounds < recipe.rounds and not tally.exhausted(cohorts[tally.rounds]):
+        epsilon = tally.ask(cohorts[tally.rounds])
+    notes = [f"Differential privacy (method.{promise.key}): ε is {epsilon:.4g} at δ {promise.delta:g} in the end."]
+    if tally.rounds < recipe.rounds:
+        notes.append(f"The budget of ε {promise.budget:g} ends the run after round {tally.rounds}; bytes are of all.")
+    if account.everyone:
+        notes.append("Cohorts are drawn in private; the other figures are those of one such run.")
+    return epsilon, notes
+
+
 def _turns(task: Task, recipe: Recipe) -> Iterator[Turn]:
-    """Who takes part when, as the recipe's seed draws it."""
+    """Each client's turns, in order."""
     seen: dict[int, int] = {}
-    for number in range(1, recipe.rounds + 1):
-        cohort = recipe.cohort.draw(task, Seed.root(recipe.seed).child("round", number, "cohort"))
+    for number, cohort in enumerate(_cohorts(task, recipe), 1):
         for client in cohort:
             missed = number - seen.get(client, 1)
-            yield Turn(client, int(task.clients.sizes[client]), number, recipe.rounds, missed, cohort)
+            yield Turn(client, int(task.clients.sizes[client]), number, recipe.rounds, missed, cohort, task.largest)
             seen[client] = number
 
 
@@ -91,7 +116,7 @@ def _bytes(method: Method, task: Task, turn: Turn) -> tuple[int, int]:
         sizes = {**method.schema(task, question, turn.client), **question.sizes()}
         answer = message.blank(method.reply(question), sizes)
         if "records" in answer.__struct_fields__:
-            answer = with_fields(answer, records=turn.records)
+            answer = with_fields(answer, records=1 if sizes["records"] == 1 else turn.records)
         up, down = up + message.size(answer), down + message.size(question)
     return up, down
 

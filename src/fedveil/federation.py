@@ -27,6 +27,7 @@ from fedveil.clients import Clients, Crowd, Letter, Reply
 from fedveil.cost import Turn, Work
 from fedveil.ledger import Ledger, Result, Row, Stage
 from fedveil.message import Answer, Envelope, Folded, Question, Refused, Size, Weights
+from fedveil.privacy.account import Account, Tally
 from fedveil.privacy.identity import Identities
 from fedveil.privacy.secagg import SecureSum, Sum
 from fedveil.runs import RunError, RunFolder
@@ -62,6 +63,10 @@ class Method:
     def fewest(self) -> int:
         """The smallest cohort with which a round can work."""
         return 1
+
+    def account(self, task: Task, cohort: Sampling) -> Account | None:
+        """What an answer costs in differential privacy; None where none is promised."""
+        return None
 
     def begin(self, task: Task) -> State:
         raise NotImplementedError
@@ -137,6 +142,10 @@ class Sampling:
             chosen = rng.choice(clients, min(int(size), clients), replace=False, shuffle=False)
         return tuple(sorted(int(k) for k in chosen))
 
+    def rate(self, task: Task) -> float:
+        """The probability with which each client is drawn by itself; 1 where draws depend on each other."""
+        return min(1.0, self.size / len(task.clients)) if self.kind == "poisson" else 1.0
+
     def needed(self, asked: int) -> int:
         return math.ceil(self.quorum * asked) if self.quorum < 1 else int(self.quorum)
 
@@ -198,6 +207,7 @@ class _Round:
     row: Row
     rounds: int
     identities: Identities
+    secret: Seed
     serial: int = 0
     exhibits: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # images, real ones of the same classes
 
@@ -226,6 +236,16 @@ class Cohort:
         """The public seed of this round."""
         return self._shared.seed
 
+    @property
+    def secret(self) -> Seed:
+        """A private seed of the server for this round."""
+        return self._shared.secret
+
+    @property
+    def expected(self) -> int:
+        """How many clients a round is meant to have: a public number, however many there are."""
+        return min(self._shared.plan.size, len(self.task.clients))
+
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -250,14 +270,17 @@ class Cohort:
         self._shared.row.metrics.update(figures)
 
     def charge(self, epsilon: float) -> None:
-        """Put the largest ε that any client has charged so far into this round's row of the ledger."""
+        """Put the largest ε that any client has charged so far into this round's row of the ledger. A method that has
+        an `account` need not: its rounds are charged before anybody is asked."""
         self._shared.row.epsilon = epsilon
 
     def exhibit(self, name: str, images: Tensor, labels: Tensor) -> None:
         """Let people look at some images [N, channels, height, width] with labels [N, K] beside real ones of the same
-        classes, from the test set: in rounds 1, 2, 5, 10, 20, 50 and so on. Whatever is no image is left out."""
+        classes, from the test set: in rounds 1, 2, 5, 10, 20, 50 and so on, and the last. Whatever is no image is left
+        out."""
         task, first = self.task, images[:EXHIBITED].cpu().float()
-        if first.dim() == 4 and len(task.data.input) == 3 and str(self.round).rstrip("0") in ("1", "2", "5"):
+        chosen = str(self.round).rstrip("0") in ("1", "2", "5") or not self.rounds_left
+        if first.dim() == 4 and len(task.data.input) == 3 and chosen:
             alike = [torch.where(task.test_y == k)[0] for k in labels[:EXHIBITED].argmax(1).tolist()]
             real = [task.test_x[own[i % len(own)]] for i, own in enumerate(alike) if len(own)]
             self._shared.exhibits[name] = first, torch.stack(real or [task.test_x[0]]).cpu()
@@ -318,7 +341,8 @@ class Cohort:
                 missing[client] = fate
             else:
                 letters.append(letter)
-        answers = self._receive(shared.engine.deliver(letters, shared.plan.deadline), questions, serial, missing)
+        replies = shared.engine.deliver(letters, shared.plan.deadline) if letters else ()
+        answers = self._receive(replies, questions, serial, missing)
         for letter in letters:
             if letter.client not in answers:
                 missing.setdefault(letter.client, "late: no answer when the question closed")
@@ -407,6 +431,7 @@ class Federation:
     run: bytes = field(default_factory=lambda: secrets.token_bytes(8))
     secret: Seed | None = None
     identities: Identities | None = None
+    tally: Tally | None = None
 
     def __post_init__(self) -> None:
         self.clients = Clients(self.method, self.task, self.run, self.seed, self.secret, self.identities)
@@ -415,14 +440,14 @@ class Federation:
     def step(self, state: State, number: int, rounds: int) -> tuple[State, Row]:
         """Round `number` of `rounds` (from 1): draw a cohort, let the method do its round, evaluate."""
         began = time.perf_counter()
-        seed = self.seed.child("round", number)
-        ids = self.plan.draw(self.task, seed.child("cohort"))
-        row = Row(round=number, cohort=list(ids))
+        seed, secret = self.seed.child("round", number), self._private(number)
+        ids = self.drawn(number, secret)
+        row = Row(round=number, cohort=list(ids), epsilon=self.tally.ask(ids) if self.tally else None)
         who = self.clients.identities
-        shared = _Round(self.task, self.method, self.engine, self.plan, self.run, seed, row, rounds, who)
+        shared = _Round(self.task, self.method, self.engine, self.plan, self.run, seed, row, rounds, who, secret)
         cohort, self.exhibits = Cohort(ids, shared), shared.exhibits
         try:
-            if not ids:
+            if not ids and self.method.fewest:
                 raise BelowQuorum("the draw chose nobody")
             state = self.method.round(state, cohort)
         except BelowQuorum as error:
@@ -433,6 +458,19 @@ class Federation:
             row.events.append(f"{name} is {row.metrics.pop(name)}: the run may have diverged")  # no such number in JSON
         row.seconds = time.perf_counter() - began
         return state, row
+
+    def drawn(self, number: int, secret: Seed) -> tuple[int, ...]:
+        """The cohort of a round: public, unless being drawn is what differential privacy hides."""
+        hidden = self.tally is not None and self.tally.account.everyone
+        return self.plan.draw(self.task, (secret if hidden else self.seed.child("round", number)).child("cohort"))
+
+    def exhausted(self, number: int) -> bool:
+        """Whether this round would exceed the budget of differential privacy."""
+        return self.tally is not None and self.tally.exhausted(self.drawn(number, self._private(number)))
+
+    def _private(self, number: int) -> Seed:
+        """The server's private seed of a round."""
+        return Seed.private() if self.secret is None else self.secret.child("server", number)
 
 
 def run(
@@ -483,10 +521,14 @@ def run(
             state, done = _onto(saved.state, task.device), saved.round
             federation.clients.memory.entries = saved.memory
         ledger = home.ledger(done) if home else Ledger()
+        if account := method.account(task, plan):
+            federation.tally = Tally(account, home.asking) if home else Tally(account)
+            federation.tally.recall(home.asked(done) if home else [])
         failed = sum(1 for _ in takewhile(_unanswered, reversed(ledger.rows))) % patience
-        finished = any(_reached(row, target) for row in ledger.rows[-1:])
+        stopped = "target" if any(_reached(row, target) for row in ledger.rows[-1:]) else ""
         for number in range(done + 1, rounds + 1):
-            if finished:
+            stopped = stopped or ("budget" if federation.exhausted(number) else "")
+            if stopped:
                 break
             state, row = federation.step(state, number, rounds)
             ledger.append(row)
@@ -499,8 +541,8 @@ def run(
             failed = failed + 1 if _unanswered(row) else 0
             if failed >= patience:
                 raise Starved.after(ledger)
-            finished = _reached(row, target) or stop()
-        return Result(method.name, state.weights.cpu(), ledger, task)
+            stopped = "target" if _reached(row, target) else "interrupt" if stop() else ""
+        return Result(method.name, state.weights.cpu(), ledger, task, stopped or "rounds")
 
 
 def private_root(number: int) -> Seed:
@@ -518,8 +560,11 @@ def _grouped(reasons: Iterable[str]) -> str:
 
 def begin(task: Task, method: Method, cohort: Sampling) -> State:
     """The state before the first round. A ValueError says what does not suit the task or the cohort."""
-    if (most := min(cohort.size, len(task.clients))) < method.fewest:
+    most = len(task.clients) if cohort.kind == "poisson" else min(cohort.size, len(task.clients))
+    if most < method.fewest:
         raise ValueError(f"a round has {most} clients at most, and {method.name} so set needs {method.fewest}")
+    if account := method.account(task, cohort):
+        account.refuse()
     return method.begin(task)
 
 

@@ -71,6 +71,9 @@ class Ledger:
     file: io.BufferedWriter | None = None
 
     def append(self, row: Row) -> None:
+        """Enter a round. Its ε is never below that of the round before: nothing takes back what was released."""
+        if self.rows and (before := self.rows[-1].epsilon) is not None:
+            row.epsilon = max(before, row.epsilon or 0.0)
         self.rows.append(row)
         if self.file:
             self.file.write(msgspec.json.encode(row) + b"\n")
@@ -126,6 +129,7 @@ class Result:
     weights: Tensor  # [d]
     ledger: Ledger
     task: Task
+    stopped: str = "rounds"  # why it ended: rounds, target, budget (of differential privacy) or interrupt
 
     @property
     def accuracy(self) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor
 from fedveil.clients import Crowd
 from fedveil.cost import Work
 from fedveil.graphs import repeat
+from fedveil.privacy.dpsgd import DpSgd
 
 GRADIENT_CHUNK = 256
 Gradient = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # weights [C, d], x, y, mask [C, B] -> [C, d]
@@ -71,22 +72,42 @@ class Local:
         weights = w.to(device).expand(len(crowd), -1).clone()
         cursor = torch.zeros(1, dtype=torch.int64, device=device)
         derive = gradient_of or (lambda *batch: task.gradient(*batch)[0])
-        update = self._optimizer(weights, self.rate(crowd.round))
+        descend = self._descent(weights, crowd.round, correction)
 
         def step(width: int) -> None:
             rows, count = index_[cursor, :, :width][0], size_[cursor][0]
             mask = (torch.arange(width, device=device) < count[:, None]).float()
-            gradient = derive(weights, task.x[rows], task.y[rows], mask)
-            if self.weight_decay:
-                gradient += self.weight_decay * weights
-            if correction:
-                gradient += correction(weights)
-            update(gradient, (count > 0).float()[:, None])
+            descend(derive(weights, task.x[rows], task.y[rows], mask), (count > 0).float()[:, None])
             cursor.add_(1)
 
+        done = 0
         for width, times in _widths(size, device):
-            repeat(partial(step, width), times, device)
+            repeat(partial(step, width), times, device, (done, len(size)))
+            done += times
         return weights, torch.from_numpy(steps).to(device)
+
+    def train_privately(
+        self, crowd: Crowd, w: Tensor, how: DpSgd, correction: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Train each client from `w` [d] by private gradients, weights [C, d]: all that they tell of its records.
+
+        Every client takes as many steps, however many records it has. Weight decay and `correction` look at weights
+        only, and come after the noise.
+        """
+        weights = w.to(crowd.task.device).expand(len(crowd), -1).clone()
+        descend, everyone = self._descent(weights, crowd.round, correction), weights.new_ones(len(crowd), 1)
+        steps = self.private_steps(crowd.task.largest)
+        how.descend(crowd, weights, self.batch, steps, lambda gradient: descend(gradient, everyone))
+        return weights
+
+    def private_steps(self, largest: int) -> int:
+        """The steps of private training, where `largest` records are the most a client may have."""
+        return self.steps or self.epochs * -(-largest // self.batch)
+
+    def private_work(self, records: int, largest: int) -> Work:
+        """What `train_privately` takes of a client with so many records."""
+        size, moments = min(self.batch, records), ("sgd", "momentum", "adam").index(self.optimizer)
+        return Work(self.private_steps(largest) * size, 4 + moments + size, size)
 
     def schedule(self, crowd: Crowd) -> tuple[np.ndarray, np.ndarray]:
         """Which records each step uses: indices [S, C, B] and how many of the B count, [S, C] (0 when done)."""
@@ -106,6 +127,21 @@ class Local:
             index[: len(counts), k] = batches[:, :width]
             size[: len(counts), k] = counts
         return index, size
+
+    def _descent(
+        self, weights: Tensor, round_: int, correction: Callable[[Tensor], Tensor] | None
+    ) -> Callable[[Tensor, Tensor], None]:
+        """A step in place of `weights` [C, d] along a gradient [C, d], for the clients with `active` [C, 1] = 1."""
+        update = self._optimizer(weights, self.rate(round_))
+
+        def step(gradient: Tensor, active: Tensor) -> None:
+            if self.weight_decay:
+                gradient += self.weight_decay * weights
+            if correction:
+                gradient += correction(weights)
+            update(gradient, active)
+
+        return step
 
     def _optimizer(self, weights: Tensor, lr: float) -> Callable[[Tensor, Tensor], None]:
         """The update in place of `weights` [C, d] by a gradient [C, d], for the clients with `active` [C, 1] = 1."""

@@ -12,7 +12,8 @@ import fedveil as fv
 from fedveil.clients import Reply
 from fedveil.message import Refused, fields
 from fedveil.updates.codec import Update
-from fedveil.updates.raw import Controlled, FairUpdate
+from fedveil.updates.fair import FairUpdate
+from fedveil.updates.scaffold import Controlled
 from hostile.attacks import BYTES, RECORDS, WEIGHT, Scene, enveloped, field, tensor_attacks
 from toys import Tamper, linear_task
 
@@ -88,8 +89,11 @@ def test_a_hostile_answer_is_refused_by_name_and_changes_nothing(name, attack, r
     assert torch.equal(result.weights, silent(name).weights)
 
 
+RAW = {f"fedveil.updates.{module}" for module in ("raw", "scaffold", "fair")}
+
+
 def test_the_methods_here_are_all_that_send_raw_updates():
-    raw = {method.name for method in fv.METHODS.values() if method.__module__ == "fedveil.updates.raw"}
+    raw = {method.name for method in fv.METHODS.values() if method.__module__ in RAW}
     assert raw == set(METHODS)
 
 

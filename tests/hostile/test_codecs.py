@@ -18,7 +18,7 @@ from fedveil import message
 from fedveil.clients import Reply
 from fedveil.data import from_tensors
 from fedveil.message import KINDS, fields
-from fedveil.updates.down import InStep
+from fedveil.steps import InStep
 from hostile.attacks import BYTES, Attack, Scene, inf, nan
 from toys import Tamper, linear_task
 

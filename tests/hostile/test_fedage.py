@@ -10,7 +10,7 @@ import torch
 import fedveil as fv
 from fedveil import message
 from fedveil.clients import Reply
-from fedveil.updates.codec import Magnitude
+from fedveil.updates.codespace import Magnitude
 from fedveil.updates.fedage import Codes, FedAge
 from hostile.attacks import BYTES, Scene, inf, nan
 from toys import Tamper, linear_task

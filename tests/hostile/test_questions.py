@@ -12,7 +12,8 @@ from fedveil.clients import Clients, Letter
 from fedveil.engines import Local
 from fedveil.message import Envelope, Refused, fields
 from fedveil.updates.down import Train
-from fedveil.updates.raw import TrainControlled, TrainFair
+from fedveil.updates.fair import TrainFair
+from fedveil.updates.scaffold import TrainControlled
 from hostile.attacks import BYTES, Scene, tensor_attacks
 from toys import linear_task
 

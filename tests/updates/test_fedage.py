@@ -12,10 +12,11 @@ from fedveil import message, recipe
 from fedveil.clients import Clients, Letter
 from fedveil.cost import cost
 from fedveil.message import Envelope
-from fedveil.updates.codec import Magnitude, Send, Update
+from fedveil.updates.codec import Update
+from fedveil.updates.codespace import Magnitude, Send
 from fedveil.updates.down import Train
+from fedveil.updates.fair import FairUpdate
 from fedveil.updates.fedage import Codes, FedAge, quantise
-from fedveil.updates.raw import FairUpdate
 from toys import OtherProcess, Tamper, kept, linear_task
 from updates.codecs import crowd_of, digits, image_task, trained
 
@@ -171,9 +172,11 @@ def test_with_feedback_what_one_shuffle_loses_another_sends():
 
 def test_noise_and_clipping_come_before_the_code():
     task = linear_task()
-    quiet = final(fv.FedAvg(LOCAL, up=LOSSLESS, clip=1e-3), task, rounds=1)
+    quiet, loud = (
+        final(fv.FedAvg(LOCAL, up=LOSSLESS, user_privacy=how), task, rounds=1, insecure_test_noise=1)
+        for how in (fv.UserLevel(clip=1e-3, noise=noise, delta=0.1, where="client") for noise in (1e-4, 100.0))
+    )
     assert float((quiet.weights - task.initial).norm()) <= 1.01e-3
-    loud = final(fv.FedAvg(LOCAL, up=LOSSLESS, clip=1e-3, noise=100.0), task, rounds=1, insecure_test_noise=1)
     assert 0.02 < float((loud.weights - task.initial).norm()) < 0.6  # √8 · 0.1 / √4 is 0.14
 
 
@@ -202,7 +205,7 @@ def test_on_the_digits_it_ends_within_a_point_of_fedavg_with_or_without_drop_out
     ("make", "why"),
     [
         (lambda: fv.FedAvg(up=SHIPPED, merge=fv.Merge("median")), "only the mean is decoded"),
-        (lambda: fv.FedAvg(up=SHIPPED, merge=fv.Merge("clip")), "method.clip against large ones"),
+        (lambda: fv.FedAvg(up=SHIPPED, merge=fv.Merge("clip")), 'user_privacy.where="client" against large ones'),
         (lambda: fv.FedAvg(down=SHIPPED), "fedage, which is for the way up only"),
         (lambda: fv.FedAvg(up=replace(SHIPPED, permute=False), feedback=True), "set method.up.permute=true"),
         (lambda: fv.Zstd(inner=SHIPPED), "averaged as they are sent"),

@@ -58,3 +58,7 @@ def test_tiers_of_two_codecs_are_refused():
         Tiers(strong=fv.FedSynth(), weak=fv.Tofu())
     with pytest.raises(ValueError, match="share is from 0 to 1"):
         Tiers(share=2)
+    with pytest.raises(ValueError, match="tiers cannot be of fedage, whose codes are averaged"):
+        Tiers(strong=fv.FedAge(), weak=fv.FedAge())
+    with pytest.raises(ValueError, match="two settings of one codec"):
+        Tiers(strong=Tiers(), weak=Tiers())

@@ -88,7 +88,7 @@ def _serve(grid: Grid, context: Context, path: Path, load: Load, log: logging.Lo
     with closing(RunFolder(Path(str(config["out"])))) as folder:
         _refuse_another(folder, plan)
         folder.describe(plan.toml(), environment(engine=DEPLOYED, nodes=nodes))
-        fedveil.run(
+        result = fedveil.run(
             task,
             plan.method,
             rounds=plan.rounds,
@@ -101,6 +101,8 @@ def _serve(grid: Grid, context: Context, path: Path, load: Load, log: logging.Lo
             folder=folder,
             observer=lambda row: log.info(_told(row, plan.rounds)),
         )
+        if result.stopped == "budget":
+            log.info(f"stopped after round {len(result.ledger.rows)}: another would exceed the privacy budget")
 
 
 def _logger() -> logging.Logger:

@@ -11,49 +11,34 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import grad, vmap
 
 from fedveil.clients import Crowd
-from fedveil.message import Refused
-from fedveil.privacy.accountant import ACCOUNTANTS, Noised, epsilon
+from fedveil.graphs import repeat
+from fedveil.privacy.account import Account, Promise
+from fedveil.privacy.accountant import Noised, epsilon
 from fedveil.privacy.masks import derive, key_stream
 from fedveil.seeds import Seed
-from fedveil.task import Task, stacked
+from fedveil.task import Task
 
-HELD = {"cpu": 1 << 24, "cuda": 1 << 29}  # numbers in the gradients that are held at once
+NOISE = 1 << 23  # numbers of noise that are held at once, a client
+HELD = {"cpu": 1 << 22, "cuda": 1 << 29}  # numbers in the gradients that are held at once
 WITHIN = 1 - 1e-5  # of C is what a gradient is cut to, so that rounding does not lift it above
 
 
 @dataclass(frozen=True)
-class DpSgd:
+class DpSgd(Promise):
     """Record-level differential privacy of what a client computes from its records.
 
-    noise:      σ, the deviation of the noise as a multiple of `clip`
-    clip:       C, the norm to which each record's gradient is cut
-    delta:      δ, below 1 / the number of a client's records
-    budget:     the ε beyond which a client answers no more; None: it goes on
-    accountant: "rdp" or "pld"
+    clip:  C, the norm to which each record's gradient is cut
+    delta: δ, below 1 / the number of a client's records
     """
 
-    noise: float = 1.0
-    clip: float = 1.0
-    delta: float = 1e-5
-    budget: float | None = None
-    accountant: str = "rdp"
-
-    def __post_init__(self) -> None:
-        if not (0 < self.noise < math.inf and 0 < self.clip < math.inf):
-            raise ValueError("privacy.noise and privacy.clip are above 0; without noise there is no ε to promise")
-        if not 0 < self.delta < 1:
-            raise ValueError(f"privacy.delta is {self.delta:g}; it is above 0 and below 1 / a client's records")
-        if self.budget is not None and self.budget <= 0:
-            raise ValueError(f"privacy.budget is {self.budget:g}; it is an ε above 0")
-        if self.accountant not in ACCOUNTANTS:
-            raise ValueError(f"privacy.accountant is '{self.accountant}'; use {' or '.join(ACCOUNTANTS)}")
+    key: ClassVar[str] = "privacy"
 
     def refuse(self, task: Task, rate: float, steps: int) -> None:
         """Say what of a task does not suit, of which an answer takes so many steps. The most records a client may hold
@@ -63,8 +48,12 @@ class DpSgd:
                 f"privacy.delta is {self.delta:g}, but a client may hold {task.largest} records; set it below "
                 f"{1 / task.largest:.2g}"
             )
-        if self.budget is not None and (cost := self.spent(rate, steps)) > self.budget:
-            raise ValueError(f"privacy.budget is {self.budget:g}, but one answer already costs {cost:.4g}; raise it")
+        Account(Noised(self.noise, rate, steps), self).refuse()
+
+    def account(self, task: Task, batch: int, steps: int) -> Account:
+        """The price of an answer of so many steps. Raises a ValueError where `refuse` does."""
+        self.refuse(task, self.rate(task, batch), steps)
+        return Account(Noised(self.noise, self.rate(task, batch), steps), self)
 
     def rate(self, task: Task, batch: int) -> float:
         """q, at which the client with the most records draws `batch` of them on average."""
@@ -76,15 +65,34 @@ class DpSgd:
 
     def allow(self, rate: float, steps: int) -> None:
         """Raise `Refused` if so many steps would cost more than the budget."""
-        if self.budget is not None and (cost := self.spent(rate, steps)) > self.budget:
-            raise Refused("over budget", f"the answer would bring ε to {cost:.4g}, the budget is {self.budget:g}")
+        Account(Noised(self.noise, rate, steps), self).allow(1)
+
+    def descend(self, crowd: Crowd, weights: Tensor, batch: int, steps: int, take: Callable[[Tensor], None]) -> None:
+        """Call `take` with the private gradient of each client at the present `weights` [C, d], [C, d], `steps` times.
+
+        A piece at a time, since noise for all of them may be too much to hold; how many are in one does not depend on
+        the stack.
+        """
+        at_once = max(1, NOISE // weights.shape[1])
+        for first in range(0, steps, at_once):
+            many = min(at_once, steps - first)
+            secrets = [secret.child(first) for secret in crowd.secrets("gradients")]
+            gradient = self.gradients(crowd, weights, batch, many, secrets)
+            repeat(lambda gradient=gradient: take(gradient()), many, weights.device, (first, steps))  # type: ignore[misc]
 
     def gradients(
-        self, crowd: Crowd, weights: Tensor, batch: int, steps: int, secrets: Sequence[Seed]
+        self,
+        crowd: Crowd,
+        weights: Tensor,
+        batch: int,
+        steps: int,
+        secrets: Sequence[Seed],
+        change: Callable[[Tensor], Tensor] | None = None,
     ) -> Callable[[], Tensor]:
         """A function that gives the private gradient of each client at `weights` [C, d], [C, d], `steps` times.
 
-        `secrets` are private seeds, one a client, that are used for nothing else.
+        `secrets` are private seeds, one a client, that are used for nothing else. `change` is done to the records
+        [C, B, …] before, to each by itself.
         """
         task, device = crowd.task, crowd.task.device
         drawn = [
@@ -94,15 +102,16 @@ class DpSgd:
         index, mask = _padded(drawn)
         crowd.passes += steps * int(np.minimum(batch, crowd.rows.counts).sum())  # how many were drawn is private
         size = weights.shape[1]
-        noise = torch.stack([normal(secret.child("noise"), steps * size).view(steps, size) for secret in secrets], 1)
+        drawn_noise = [normal(secret.child("noise"), steps * size, device).view(steps, size) for secret in secrets]
         index_, mask_ = torch.from_numpy(index).to(device), torch.from_numpy(mask).to(device)
-        noise = (noise * (self.noise * self.clip)).to(device, weights.dtype)  # [steps, C, d]
+        noise = (torch.stack(drawn_noise, 1) * (self.noise * self.clip)).to(weights.dtype)  # [steps, C, d]
         cursor = torch.zeros(1, dtype=torch.int64, device=device)
 
         def gradient() -> Tensor:
             rows, counted, added = (t.index_select(0, cursor)[0] for t in (index_, mask_, noise))
             cursor.add_(1)
-            return (clipped_sum(task, weights, task.x[rows], task.y[rows], counted, self.clip) + added) / batch
+            x = change(task.x[rows]) if change else task.x[rows]
+            return (clipped_sum(task, weights, x, task.y[rows], counted, self.clip) + added) / batch
 
         return gradient
 
@@ -112,24 +121,31 @@ class DpSgd:
 
 def clipped(gradients: Tensor, clip: float) -> Tensor:
     """Each row of [B, d] cut to norm `clip`; one that holds no finite numbers, or has no finite norm, becomes 0."""
+    factors = shrinking(gradients, clip)
+    return torch.where(factors > 0, gradients * factors, 0)
+
+
+def shrinking(gradients: Tensor, clip: float) -> Tensor:
+    """The factor by which each row of [B, d] is cut to norm `clip`, [B, 1]; 0 for one without a finite norm."""
     norms: Tensor = torch.linalg.vector_norm(gradients, dim=1, keepdim=True)
-    cut = gradients * (WITHIN * clip / norms.clamp(min=WITHIN * clip))
-    return torch.where(norms.isfinite(), cut, 0)
+    return torch.where(norms.isfinite(), WITHIN * clip / norms.clamp(min=WITHIN * clip), 0)
 
 
 def clipped_sum(task: Task, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor, clip: float) -> Tensor:
     """Σ of the clipped gradients of the records with mask 1: weights [C, d], records [C, B, …], mask [C, B] -> [C, d].
 
-    Each record's gradient is derived by itself, as many at a time as `HELD` allows.
+    Each record is given weights of its own, as if it were a client, as many at a time as `HELD` allows.
     """
-    one = grad(lambda w, x, y: task.losses(w, x[None], y[None])[0])
-
-    def total(w: Tensor, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-        return mask @ clipped(vmap(one, in_dims=(None, 0, 0))(w, x, y), clip)
-
     at_once = max(1, HELD[weights.device.type] // weights.numel())
-    parts = zip(x.split(at_once, 1), y.split(at_once, 1), mask.split(at_once, 1), strict=True)
-    return torch.stack([stacked(total)(weights, *part) for part in parts]).sum(0)
+    total = torch.zeros_like(weights)
+    for some_x, some_y, counted in zip(*(t.split(at_once, 1) for t in (x, y, mask)), strict=True):
+        own = weights[:, None].expand(-1, counted.shape[1], -1).flatten(0, 1)  # [C·B, d]
+        alone = [t.flatten(0, 1)[:, None] for t in (some_x, some_y, torch.ones_like(counted))]
+        each = task.gradient(own, *alone)[0]
+        factors = shrinking(each, clip)
+        each.masked_fill_(factors == 0, 0)  # or 0 times infinity would be in the sum
+        total += ((counted * factors.view(counted.shape))[:, None] @ each.unflatten(0, counted.shape))[:, 0]
+    return total
 
 
 # ---------------------------------------------------------------------------------------------------- draws
@@ -141,19 +157,19 @@ def poisson(secret: Seed, own: np.ndarray, rate: float, steps: int) -> list[np.n
     return [own[row] for row in chosen]
 
 
-def normal(secret: Seed, count: int) -> Tensor:
+def normal(secret: Seed, count: int, device: torch.device | str = "cpu") -> Tensor:
     """Standard normal numbers, [count] in float64 (Box and Muller)."""
     half = -(-count // 2)
-    u = uniform(secret, 2 * half)
+    u = uniform(secret, 2 * half, device)
     radius, angle = (-2 * torch.log1p(-u[:half])).sqrt(), (2 * math.pi) * u[half:]
     return torch.cat([radius * angle.cos(), radius * angle.sin()])[:count]
 
 
-def uniform(secret: Seed, count: int) -> Tensor:
+def uniform(secret: Seed, count: int, device: torch.device | str = "cpu") -> Tensor:
     """Numbers from 0 to below 1 in float64, [count], of 53 bits each from a ChaCha20 stream."""
-    stream = key_stream(derive(secret.key, b"fedveil differential privacy")).update(bytes(8 * count))
-    bits = np.frombuffer(stream, "<u8") >> np.uint64(11)
-    return torch.from_numpy(bits.astype(np.float64) * 2.0**-53)
+    stream = bytearray(key_stream(derive(secret.key, b"fedveil differential privacy")).update(bytes(8 * count)))
+    words = torch.from_numpy(np.frombuffer(stream, "<i8")).to(device)
+    return ((words >> 11) & (2**53 - 1)).double() * 2.0**-53
 
 
 def _padded(drawn: Sequence[Sequence[np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:

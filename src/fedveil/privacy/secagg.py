@@ -93,6 +93,10 @@ class SecureSum:
         assert isinstance(heaviest, int)
         return FixedPoint(n, self.clip, self.bits, heaviest)
 
+    def even(self) -> SecureSum:
+        """The same where every client weighs 1: no bits are kept for weights."""
+        return _Even(**vars(self))
+
     def quorum(self, n: int) -> int:
         """The fewest of n clients that are summed, and that together can recover a secret."""
         return max(self.least, 2 * n // 3 + 1 if self.server == "malicious" else graph.majority(n))
@@ -147,6 +151,12 @@ class SecureSum:
             Agree: summand.agree,
             Unmask: summand.unmask,
         }
+
+
+@dataclass(frozen=True)
+class _Even(SecureSum):
+    def fixed_point(self, n: int, sizes: Mapping[str, Size], answer: type[Answer]) -> FixedPoint:
+        return FixedPoint(n, self.clip, self.bits, 1)
 
 
 @dataclass(frozen=True)

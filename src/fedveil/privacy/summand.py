@@ -243,6 +243,12 @@ class Summand:
         return answers
 
 
+def fewest(crowd: Crowd) -> list[int]:
+    """Of each client in a secure sum: without how many others, itself among them, it unmasks nothing in this round."""
+    kept: list[Secrets] = crowd.recall(NOTE)
+    return [secret.quorum for secret in kept]
+
+
 def flat(answer: Answer) -> NDArray[np.float32]:
     """All tensors of an answer as one vector."""
     parts = [getattr(answer, name).reshape(-1) for name in message.fields(type(answer))]

@@ -109,12 +109,15 @@ class Pair(nn.Module):
     @torch.no_grad()
     def encode(self, l: Tensor) -> Tensor:  # noqa: E741
         """E without gradients and within `reach`, a slice after another."""
-        return torch.cat([self.E(rows) for rows in l.split(_rows(l))]).clamp_(-self.reach, self.reach)
+        with _half(l):
+            codes = torch.cat([self.E(rows) for rows in l.split(_rows(l))])
+        return codes.float().clamp_(-self.reach, self.reach)
 
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:
         """D without gradients, a slice after another."""
-        return torch.cat([self.D(rows) for rows in codes.split(_rows(codes))])
+        with _half(codes):
+            return torch.cat([self.D(rows).float() for rows in codes.split(_rows(codes))])
 
     @property
     def vector(self) -> Tensor:
@@ -125,6 +128,11 @@ class Pair(nn.Module):
         """ν of groups [N, m, b] (eq. 8), [N, b]."""
         codes = self.encode(groups.flatten(0, 1)).unflatten(0, groups.shape[:2])
         return self.decode(codes.mean(1)) - groups.mean(1)
+
+
+def _half(x: Tensor) -> torch.autocast:
+    """On a GPU layers work in half precision: it rounds a hundred times finer than a code is wrong anyway."""
+    return torch.autocast("cuda", torch.float16, enabled=x.is_cuda)
 
 
 def _rows(x: Tensor) -> int:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-from msgspec import Meta
 from torch import Tensor
 
 from fedveil import message
 from fedveil.clients import Crowd
 from fedveil.cost import Work
-from fedveil.message import Answer, Count, Question, Size, Weights
+from fedveil.federation import Answers, Cohort
+from fedveil.message import Answer, Count, Refused, Size, Weights
 from fedveil.seeds import Seed
 from fedveil.task import Task
 
@@ -44,6 +44,11 @@ class Codec:
     def refuse(self, task: Task) -> None:
         """Raise a ValueError if the codec cannot work on this task."""
 
+    @property
+    def peeks(self) -> str:
+        """Which settings would keep `encode` from looking at a client's records again; none where it does not look."""
+        return ""
+
     def sizes(self, task: Task) -> Mapping[str, Size]:
         """What the dimension names of the payload stand for."""
         return task.sizes
@@ -68,65 +73,16 @@ class Codec:
         raise NotImplementedError
 
 
-# ---------------------------------------------------------------------------------------------------- in code space
-
-
-@message.kind(24)
-class Magnitude(Answer, frozen=True):
-    """The largest magnitude in what a client will send."""
-
-    largest: Annotated[float, Meta(ge=0, le=1e6)]
-
-
-@message.kind(25)
-class Send(Question, frozen=True):
-    """Encode what you trained at this scale, with the code of this digest."""
-
-    reply = Answer  # the codec's payload
-    scale: Annotated[float, Meta(ge=0, le=1e9)]
-    digest: bytes = bytes(8)
-
-
-class CodeSpace(Codec):
-    """A codec whose payloads are averaged as they are and decoded once, at a scale that the cohort agrees on first.
-
-    agree(largest, round) -> scale    the server: from the largest magnitude of each client [m]
-    at(scale, seed)       -> Tuned    both sides: the codec of this round
-
-    A payload has a field `share` [1]: the weight that was put on its vector, which the mean is divided by afterwards.
-    All its tensors add up, so their sum over the clients is all that a server needs.
-    """
-
-    downward: ClassVar[bool] = False  # a mean of one is no mean
-
-    @property
-    def digest(self) -> bytes:
-        """8 bytes that tell the code from any other that would not decode it."""
-        raise NotImplementedError
-
-    @property
-    def reach(self) -> float:
-        """The largest magnitude in a payload."""
-        raise NotImplementedError
-
-    def agree(self, largest: Tensor, round_: int) -> float:
-        raise NotImplementedError
-
-    def at(self, scale: float, seed: Seed) -> Tuned:
-        raise NotImplementedError
-
-    @property
-    def fixed(self) -> bool:
-        """Whether it loses the same directions in every round, so that error feedback would only pile them up."""
-        return False
-
-
-class Tuned(Codec):
-    """A codec in code space with the scale of one round. Its codes do not depend on the weights `w`."""
-
-    def merge(self, task: Task, payloads: Sequence[Any]) -> Tensor:
-        """The mean of the vectors behind the payloads, decoded from the mean of the codes, [d]."""
-        raise NotImplementedError
+def decodable(up: Codec, answers: Answers, cohort: Cohort) -> dict[int, Any]:
+    """The payloads that can be decoded, by client; others are refused by name."""
+    usable = {}
+    for client, payload in answers.items():
+        try:
+            up.of(client).check(cohort.task, payload)
+            usable[client] = payload
+        except Refused as error:
+            cohort.refuse(client, error)
+    return usable
 
 
 # ---------------------------------------------------------------------------------------------------- as it is

@@ -18,7 +18,7 @@ from fedveil.seeds import Seed
 from fedveil.task import Task
 from fedveil.updates import autoencoder
 from fedveil.updates.autoencoder import Code, Pair
-from fedveil.updates.codec import CodeSpace, Tuned
+from fedveil.updates.codespace import CodeSpace, Tuned
 
 
 @message.kind(26)

@@ -83,6 +83,10 @@ class FedSynth(Codec):
         if not task.data.x.is_floating_point():
             raise ValueError("fedsynth fits its inputs by gradient, and tokens have none; use qsgd or top-k")
 
+    @property
+    def peeks(self) -> str:
+        return 'objective="l2" and best=false' if self.objective != "l2" else "best=false" if self.best else ""
+
     def sizes(self, task: Task) -> Mapping[str, Size]:
         return {
             **task.sizes,

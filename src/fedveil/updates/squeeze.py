@@ -13,7 +13,8 @@ from fedveil.clients import Crowd
 from fedveil.message import Answer, Count, Envelope, Folded, Record, Refused, Size
 from fedveil.seeds import Seed
 from fedveil.task import Task
-from fedveil.updates.codec import Codec, CodeSpace
+from fedveil.updates.codec import Codec
+from fedveil.updates.codespace import CodeSpace
 from fedveil.updates.compress import Qsgd
 
 
@@ -44,6 +45,10 @@ class Zstd(Codec):
     @property
     def reference(self) -> str:  # type: ignore[override]
         return self.inner.reference
+
+    @property
+    def peeks(self) -> str:
+        return self.inner.peeks
 
     def refuse(self, task: Task) -> None:
         _zstandard()

@@ -9,7 +9,7 @@ from fedveil.federation import About
 from fedveil.updates.codec import Codec
 from fedveil.updates.fedage import FedAge
 from fedveil.updates.fedsynth import FedSynth
-from fedveil.updates.raw import FedAvg
+from fedveil.updates.raw import PRIVATE, FedAvg
 from fedveil.updates.tofu import Tofu
 
 _EXPOSED = (
@@ -30,7 +30,7 @@ class FedSynthAvg(FedAvg):
         "synthetic inputs with soft labels, a step size for each unrolled step, and the update's norm",
         _SEES,
         "the same bytes, unless the transport encrypts them",
-        (_EXPOSED,),
+        (_EXPOSED, *PRIVATE),
         "Goetz & Tewari, Federated Learning via Synthetic Data, 2020",
     )
 
@@ -47,7 +47,7 @@ class TofuAvg(FedAvg):
         "proxy inputs with soft labels, a weight for each, and the norm of each layer's update",
         _SEES + "; in full rounds the update itself, or with secure the sum of all",
         "the same bytes, unless the transport encrypts them",
-        (_EXPOSED,),
+        (_EXPOSED, *PRIVATE),
         "TOFU: Towards Obfuscated Federated Updates by Encoding Weight Updates into Gradients from Proxy Data, 2022",
     )
 
@@ -81,6 +81,7 @@ class FedAgeAvg(FedAvg):
                 "with secure: of the codes the server learns the sum over the clients only, and can decode nobody's; "
                 "it still learns the largest magnitude in each update.",
             ),
+            *PRIVATE,
         ),
         "Zeng et al., Aggregating Gradients in Encoded Domain for Federated Learning, 2022",
     )

@@ -1,0 +1,93 @@
+"""SCAFFOLD: control variates against the drift of clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from fedveil import message
+from fedveil.clients import Crowd
+from fedveil.cost import Turn, Work
+from fedveil.federation import About, Cohort, Method, State
+from fedveil.local import Local
+from fedveil.message import Answer, Question, Record, Weights
+from fedveil.task import Task
+from fedveil.updates.raw import raw_about
+
+
+@message.kind(5)
+class Controlled(Answer, frozen=True):
+    """The client's update and the change of its control variate."""
+
+    update: Weights
+    control: Weights
+
+
+@message.kind(6)
+class TrainControlled(Question, frozen=True):
+    """Train from these weights, correcting the drift with the server's control variate c."""
+
+    reply = Controlled
+    weights: Weights
+    control: Weights
+
+
+@message.kind(7)
+class Control(Record, frozen=True):
+    """A client's memory: its own control variate c_k."""
+
+    control: Weights
+
+
+@message.kind(8)
+class ScaffoldState(State, frozen=True):
+    """Global weights and control variate."""
+
+    control: Weights
+
+
+@dataclass(frozen=True)
+class Scaffold(Method):
+    """Control variates against client drift (Karimireddy et al. 2020, algorithm 1, option II)."""
+
+    name: ClassVar[str] = "scaffold"
+    about: ClassVar[About] = raw_about(
+        "Clients correct their drift by the difference of their own and the mean gradient.",
+        "the weight update and the change of the control variate (2d floats)",
+        "Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, 2020",
+        sums=False,
+    )
+
+    local: Local = field(default_factory=Local)
+    server_lr: float = 1.0
+
+    def begin(self, task: Task) -> State:
+        return ScaffoldState(task.initial, torch.zeros_like(task.initial))
+
+    def round(self, state: ScaffoldState, cohort: Cohort) -> State:
+        answers = cohort.ask(TrainControlled(state.weights, state.control))
+        device = cohort.task.device
+        share = len(answers) / len(cohort.task.clients)
+        return ScaffoldState(
+            state.weights + self.server_lr * answers.stack("update", device).mean(0),
+            state.control + share * answers.stack("control", device).mean(0),
+        )
+
+    @property
+    def answer(self) -> Mapping[type[Question], Callable[[Crowd, Any], Sequence[Answer]]]:
+        return {TrainControlled: self.train}
+
+    def work(self, turn: Turn) -> Work:
+        return self.local.work(turn.records)
+
+    def train(self, crowd: Crowd, question: TrainControlled) -> list[Controlled]:
+        device = crowd.task.device
+        w, c = question.weights.to(device), question.control.to(device)
+        own = torch.stack([torch.zeros_like(c) if m is None else m.control.to(device) for m in crowd.memory])
+        trained, steps = self.local.train(crowd, w, lambda v: c - own)
+        new = own - c + (w - trained) / (steps * self.local.rate(crowd.round))[:, None]  # option II
+        crowd.remember([Control(row) for row in new.cpu()])
+        return [Controlled(u, d) for u, d in zip((trained - w).cpu(), (new - own).cpu(), strict=True)]

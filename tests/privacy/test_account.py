@@ -1,0 +1,169 @@
+"""Who counts what: clients what they gave away, the server what it asked for, and neither forgets."""
+
+import pytest
+
+import fedveil as fv
+from fedveil.clients import Clients, Letter, Memory
+from fedveil.engines import Local as Engine
+from fedveil.engines import kept
+from fedveil.ledger import Ledger, Row
+from fedveil.message import Envelope, pack
+from fedveil.privacy.account import Account, Tally
+from fedveil.privacy.accountant import Noised, epsilon
+from fedveil.runs import RunError, RunFolder
+from fedveil.updates.down import Held, Train
+from toys import Tamper, linear_task
+
+LOCAL = fv.Local(lr=0.1, steps=3, batch=2)
+STEPS = Noised(1.0, 2 / 6, 3)  # of one answer, of clients of 6 records
+
+
+def private(budget=None) -> fv.FedAvg:
+    return fv.FedAvg(LOCAL, privacy=fv.DpSgd(delta=1e-3, budget=budget))
+
+
+def cost(answers: int) -> float:
+    return epsilon([Noised(1.0, 2 / 6, 3 * answers)], 1e-3)
+
+
+# ---------------------------------------------------------------------------------------------------- clients
+
+
+def test_what_was_spent_stays_while_the_memory_of_a_round_is_replaced():
+    memory, first, again = Memory(), Held(1), Held(2)
+    memory.charge(3, 1)
+    for record in (first, again):
+        memory.keep(3, 1, 0, record)
+        memory.charge(3, 1)
+    assert memory.spent(3) == 3
+    assert memory.before(3, 1, 0) is None
+    assert memory.before(3, 1, 1) is again
+    memory.keep(3, 2, 0, first)
+    memory.keep(3, 3, 0, first)
+    assert memory.spent(3) == 3
+    assert [e[:2] for e in memory.entries[3]] == [(0, 0), (2, 0), (3, 0)]
+    assert memory.spent(4) == 0
+
+
+def test_a_question_that_is_asked_again_is_charged_again_and_refused_over_budget():
+    """By the same client in another process, too: what it keeps goes with it."""
+    task, method = linear_task(), private(budget=cost(3) + 1e-9)
+    asked = Letter(Train.kind, Envelope(bytes(8), 1, 2), pack(Train(task.initial)))
+    frame, seen = b"", set()
+    for _ in range(3):
+        clients = Clients(method, task, bytes(8), fv.Seed.root(0))
+        if frame:
+            kept.unpack(frame, clients, 2)
+        seen.add(clients.answer([asked])[0].frame)
+        frame = kept.pack(clients, 2)
+    assert len(seen) == 3  # each with noise of its own
+    assert clients.memory.spent(2) == 3
+    with pytest.raises(fv.Refused, match=r"over budget: the answer would bring ε to .*, the budget is"):
+        clients.answer([asked])
+    assert clients.memory.spent(2) == 3
+    assert clients.answer([Letter(Train.kind, Envelope(bytes(8), 1, 1), asked.payload)])  # another has its own account
+
+
+def test_an_answer_that_fails_is_not_charged():
+    class Broken(fv.FedAvg):
+        def update(self, crowd, w):
+            raise RuntimeError("no")
+
+    clients = Clients(Broken(privacy=fv.DpSgd(delta=1e-3)), linear_task(), bytes(8), fv.Seed.root(0))
+    with pytest.raises(RuntimeError):
+        clients.answer([Letter(Train.kind, Envelope(bytes(8), 1, 2), pack(Train(clients.task.initial)))])
+    assert clients.memory.spent(2) == 0
+
+
+# ---------------------------------------------------------------------------------------------------- the server
+
+
+def test_a_tally_knows_the_client_that_has_lost_most():
+    told = []
+    tally = Tally(Account(STEPS, fv.DpSgd(delta=1e-3, budget=cost(2))), told.append)
+    assert [tally.ask(cohort) for cohort in ([0, 1], [2], [0])] == [cost(1), cost(1), cost(2)]
+    assert told == [[0, 1], [2], [0]]
+    assert tally.exhausted([0, 3])
+    assert not tally.exhausted([1, 2, 3])
+    assert not tally.exhausted([])
+
+
+def test_where_everybody_is_charged_an_empty_round_is_one_too():
+    tally = Tally(Account(STEPS, fv.DpSgd(delta=1e-3, budget=cost(2)), everyone=True))
+    assert [tally.ask(cohort) for cohort in ([], [5])] == [cost(1), cost(2)]
+    assert tally.exhausted([])
+
+
+def test_the_ledgers_epsilon_never_goes_down():
+    ledger = Ledger()
+    for given in (None, 2.0, 1.0, None, 3.0):
+        ledger.append(Row(round=1, cohort=[], epsilon=given))
+    assert [row.epsilon for row in ledger.rows] == [None, 2.0, 2.0, 2.0, 3.0]
+
+
+def test_a_run_ends_before_a_round_that_would_exceed_the_budget():
+    result = fv.run(linear_task(), private(budget=cost(2) * 1.001), rounds=9, cohort=4)
+    assert result.stopped == "budget"
+    assert [row.epsilon for row in result.ledger.rows] == [cost(1), cost(2)]
+    assert not any(row.missing for row in result.ledger.rows)
+    assert fv.run(linear_task(), private(), rounds=2, cohort=4).stopped == "rounds"
+    assert fv.run(linear_task(), private(), rounds=2, cohort=4, stop=lambda: True).stopped == "interrupt"
+
+
+def test_a_budget_that_allows_nothing_is_a_mistake_in_the_recipe():
+    with pytest.raises(ValueError, match=r"privacy.budget is 0.1, but one answer already costs \d+"):
+        fv.run(linear_task(), private(budget=0.1), rounds=1)
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_a_round_is_charged_that_nobody_answered_or_that_a_kill_cut_off(tmp_path, folder):
+    def lose(round_, replies):
+        if round_ == 3 and folder:
+            raise KeyboardInterrupt  # the answers were on their way
+        return replies if round_ > 1 else []
+
+    where = {"folder": tmp_path} if folder else {}
+    quorum = fv.Sampling(size=4, quorum=4)
+    if folder:
+        with pytest.raises(KeyboardInterrupt):
+            fv.run(linear_task(), private(), rounds=3, cohort=quorum, engine=Tamper(lose), **where)
+        result = fv.run(linear_task(), private(), rounds=4, cohort=quorum, **where)
+        assert [row.epsilon for row in result.ledger.rows] == [cost(1), cost(2), cost(4), cost(5)]
+    else:
+        result = fv.run(linear_task(), private(), rounds=2, cohort=quorum, engine=Tamper(lose))
+        assert [row.epsilon for row in result.ledger.rows] == [cost(1), cost(2)]
+    assert result.ledger.rows[0].events
+
+
+def test_a_resumed_run_stops_where_a_whole_one_does(tmp_path):
+    method = private(budget=cost(3) * 1.001)
+    for rounds, done in ((2, 2), (9, 3), (9, 3)):
+        result = fv.run(linear_task(), method, rounds=rounds, cohort=4, folder=tmp_path)
+        assert len(result.ledger.rows) == done
+    assert result.stopped == "budget"
+
+
+def test_a_folder_that_lost_who_was_asked_is_not_continued(tmp_path):
+    fv.run(linear_task(), private(), rounds=2, cohort=4, folder=tmp_path)
+    for damage in (b"[0,1,2,3]\n", b"[0,1,2,3]\n{}\n", b""):
+        (tmp_path / "asked.jsonl").write_bytes(damage)
+        with pytest.raises(RunError, match="does not tell who was asked in 2 rounds"):
+            fv.run(linear_task(), private(), rounds=3, cohort=4, folder=tmp_path)
+
+
+def test_what_was_asked_is_on_the_disk_before_it_is_asked(tmp_path):
+    seen = []
+
+    class Looking(Engine):
+        def deliver(self, letters, deadline):
+            seen.append((tmp_path / "asked.jsonl").read_text())
+            return super().deliver(letters, deadline)
+
+    fv.run(linear_task(), private(), rounds=2, cohort=4, engine=Looking(), folder=RunFolder(tmp_path))
+    assert seen == ["[0,1,2,3]\n", "[0,1,2,3]\n" * 2]
+
+
+def test_a_method_that_promises_nothing_is_not_charged(tmp_path):
+    result = fv.run(linear_task(), fv.FedAvg(LOCAL), rounds=2, cohort=4, folder=tmp_path)
+    assert [row.epsilon for row in result.ledger.rows] == [None, None]
+    assert not (tmp_path / "asked.jsonl").exists()

@@ -1,0 +1,235 @@
+"""User-level differential privacy: what one client can change, how much noise there is, and what a round costs."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fedveil as fv
+from fedveil.engines import Local as Engine
+from fedveil.federation import private_root
+from fedveil.privacy.account import Tally
+from fedveil.privacy.accountant import Noised, epsilon
+from fedveil.privacy.dpsgd import WITHIN, normal
+from fedveil.privacy.users import UserLevel
+from toys import linear_task
+from updates.codecs import crowd_of
+
+LOCAL = fv.Local(lr=0.5, batch=3)
+SUM = UserLevel(noise=1.5, clip=0.2, delta=1e-2)
+CLIENT = dataclasses.replace(SUM, where="client")
+ROOT = fv.Seed.root(4)
+NUMBERS = st.floats(width=32, allow_nan=True, allow_infinity=True)
+POISSON = fv.Sampling(size=2, kind="poisson")
+
+
+def cut(updates: torch.Tensor, clip: float) -> torch.Tensor:
+    norms = updates.norm(dim=1, keepdim=True)
+    return updates * (WITHIN * clip / norms.clamp(min=WITHIN * clip))
+
+
+# ---------------------------------------------------------------------------------------------------- the sum
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(NUMBERS, min_size=3, max_size=3), min_size=1, max_size=5), st.floats(1e-3, 1e3))
+def test_one_client_moves_the_sum_by_the_clipping_norm_at_most(rows, clip):
+    how, updates = UserLevel(clip=clip), torch.tensor(rows, dtype=torch.float64)
+    total = how.total(updates, ROOT)
+    assert total.isfinite().all()
+    for k in range(len(updates)):
+        without = how.total(torch.cat([updates[:k], updates[k + 1 :]]), ROOT)
+        assert float((total - without).norm()) <= clip * (1 + 1e-9)
+
+
+def test_the_server_cuts_sums_noises_and_divides_by_the_public_number():
+    """Unweighted, and by how many a round is meant to have even if fewer answer."""
+    task = linear_task(uneven=True)
+    result = fv.run(
+        task, fv.FedAvg(LOCAL, user_privacy=SUM), rounds=1, cohort=fv.Sampling(size=3, drop=0.5), insecure_test_noise=5
+    )
+    (row,) = result.ledger.rows
+    came = [k for k in row.cohort if str(k) not in row.missing]
+    assert 0 < len(came) < 3
+    updates = LOCAL.train(crowd_of(task, *came), task.initial)[0] - task.initial
+    noise = normal(private_root(5).child("server", 1, "noise"), 8).float() * (1.5 * 0.2)
+    torch.testing.assert_close(result.weights, task.initial + (cut(updates, 0.2).sum(0) + noise) / 3)
+
+
+@pytest.mark.parametrize("more", [{"up": fv.Qsgd(bits=8)}, {"up": fv.Half(), "full_rounds": 1}])
+def test_any_codec_that_is_decoded_alone_can_be_summed_so(more):
+    method = fv.FedAvg(LOCAL, user_privacy=dataclasses.replace(SUM, noise=1e-3, clip=1e-3), **more)
+    result = fv.run(linear_task(), method, rounds=2, cohort=4)
+    assert 0 < float((result.weights - linear_task().initial).norm()) <= 2.01e-3
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.999999])
+def test_a_round_in_which_nobody_is_drawn_or_answers_is_noised_and_charged_too(drop):
+    task, method, plan = linear_task(), fv.FedAvg(LOCAL, user_privacy=SUM), fv.Sampling(1, "poisson", drop=drop)
+    tally = Tally(method.account(task, plan))
+    federation = fv.Federation(task, method, Engine(), plan, ROOT, secret=private_root(5), tally=tally)
+    state, cohorts = method.begin(task), []
+    for number in range(1, 13):
+        after, row = federation.step(state, number, 12)
+        cohorts.append(len(row.cohort))
+        assert not row.events
+        assert row.epsilon == epsilon([Noised(1.5, 0.25, number)], 1e-2)
+        if not row.cohort or drop:
+            noise = normal(private_root(5).child("server", number, "noise"), 8).float() * (1.5 * 0.2)
+            torch.testing.assert_close(after.weights, state.weights + noise)
+        state = after
+    assert 0 in cohorts
+    assert max(cohorts) > 1
+
+
+# ---------------------------------------------------------------------------------------------------- noise of clients
+
+
+def test_a_client_cuts_and_noises_its_update_before_it_is_encoded():
+    task, crowd = linear_task(), crowd_of(linear_task(), 0, 1)
+    updates = torch.stack([torch.arange(8.0), torch.ones(8) / 100])
+    found = CLIENT.noised(crowd, updates, [1, 4])
+    for k, (secret, among) in enumerate(zip(crowd.secrets("user privacy"), (1, 4), strict=True)):
+        noise = normal(secret.child("noise"), 8).float() * (1.5 * 0.2 / math.sqrt(among))
+        torch.testing.assert_close(found[k], cut(updates, 0.2)[k] + noise)
+    result = fv.run(task, fv.FedAvg(LOCAL, up=fv.Half(), user_privacy=CLIENT), rounds=1, cohort=4)
+    assert 0.05 < float((result.weights - task.initial).norm()) < 3  # √8 · 0.3 / √4 is 0.42
+
+
+def test_the_least_number_of_clients_that_a_secure_sum_accepts_has_all_of_the_noise(monkeypatch):
+    task, asked = linear_task(8, 48), []
+    true = UserLevel.noised
+
+    def watched(self, crowd, updates, among):
+        asked.append((among, len(crowd)))
+        return true(self, crowd, updates, among)
+
+    monkeypatch.setattr(UserLevel, "noised", watched)
+    how = fv.SecureSum(bits=30)
+    method = fv.FedAvg(fv.Local(lr=1e-9), user_privacy=SUM, secure=how)
+    result = fv.run(task, method, rounds=1, cohort=8, insecure_test_noise=5)
+    assert asked == [([how.quorum(8)] * 8, 8)]
+    noised = UserLevel(noise=1.5, clip=0.2).noised(
+        crowd_of(linear_task(8, 48), *range(8)), torch.zeros(8, 20_000), [5] * 8
+    )
+    for survivors in (5, 8):
+        deviation = float(noised[:survivors].sum(0).std())
+        assert deviation == pytest.approx(1.5 * 0.2 * math.sqrt(survivors / 5), rel=5 / math.sqrt(2 * 20_000))
+    assert result.ledger.rows[0].metrics["clipped"] == 0
+    assert 0.01 < float((result.weights - task.initial).norm()) < 1  # √8 · 0.3 · √(8/5) / 8 is 0.13
+
+
+def test_a_secure_sum_of_private_updates_is_divided_by_the_public_number():
+    """With hardly any noise it is the sum of the cut updates, of those who were left, over those meant to be there."""
+    task = linear_task(8, 48, uneven=True)
+    quiet = dataclasses.replace(SUM, noise=1e-6)
+    method = fv.FedAvg(LOCAL, user_privacy=quiet, secure=fv.SecureSum(bits=40))
+    result = fv.run(task, method, rounds=1, cohort=fv.Sampling(size=6, drop=0.06), seed=3)
+    (row,) = result.ledger.rows
+    assert row.missing
+    left = [k for k in row.cohort if str(k) not in row.missing]
+    updates = LOCAL.train(crowd(task, left, 3), task.initial)[0] - task.initial
+    expected = task.initial + cut(updates, 0.2).sum(0) / 6
+    torch.testing.assert_close(result.weights, expected, atol=1e-5, rtol=0)
+
+
+def crowd(task, clients, seed):
+    """Of the first round of a run with this seed."""
+    return dataclasses.replace(crowd_of(task, *clients), seed=fv.Seed.root(seed).child("round", 1))
+
+
+# ---------------------------------------------------------------------------------------------------- what it costs
+
+
+@pytest.mark.parametrize(
+    ("more", "noise", "rate", "everyone"),
+    [
+        ({}, 1.5, 0.5, True),  # the server noises, and nobody else knows who was drawn
+        ({"secure": fv.SecureSum()}, 1.5, 1.0, False),  # the server knows who was drawn
+        ({"user_privacy": CLIENT}, 0.75, 1.0, False),  # and here any update may stand in another's place
+    ],
+)
+def test_what_a_round_costs(more, noise, rate, everyone):
+    task, method = linear_task(), fv.FedAvg(**{"user_privacy": SUM} | more)
+    drawn = method.account(task, POISSON)
+    assert (drawn.answer, drawn.everyone) == (Noised(noise, rate, 1), everyone)
+    fixed = method.account(task, fv.Sampling(size=2))
+    assert (fixed.answer, fixed.everyone) == (Noised(noise, 1.0, 1), False)
+    assert drawn.spent(7) == epsilon([Noised(noise, rate, 7)], 1e-2)
+
+
+def test_in_a_cohort_of_fixed_size_a_client_is_charged_for_the_rounds_it_is_in():
+    result = fv.run(linear_task(), fv.FedAvg(LOCAL, user_privacy=SUM), rounds=6, cohort=2)
+    times = [0] * 4
+    for row in result.ledger.rows:
+        for k in row.cohort:
+            times[k] += 1
+        assert row.epsilon == epsilon([Noised(1.5, 1.0, max(times))], 1e-2)
+    assert max(times) < 6
+
+
+@pytest.mark.parametrize("how", [SUM, CLIENT])
+@pytest.mark.parametrize("secure", [None, fv.SecureSum()])
+def test_clients_count_where_they_make_it_private_themselves(how, secure):
+    task, method = linear_task(), fv.FedAvg(LOCAL, user_privacy=how, secure=secure)
+    federation = fv.Federation(task, method, Engine(), fv.Sampling(size=4), fv.Seed.root(0))
+    federation.step(method.begin(task), 1, 1)
+    own = 0 if how is SUM and not secure else 1
+    assert [federation.clients.memory.spent(k) for k in range(4)] == [own] * 4
+
+
+def test_cohorts_are_drawn_in_private_where_that_counts():
+    def cohorts(method, **more):
+        return [row.cohort for row in fv.run(linear_task(8), method, rounds=12, cohort=POISSON, **more).ledger.rows]
+
+    hidden, public = fv.FedAvg(LOCAL, user_privacy=SUM), fv.FedAvg(LOCAL, user_privacy=CLIENT)
+    assert cohorts(hidden) != cohorts(hidden)
+    assert cohorts(hidden, insecure_test_noise=1) == cohorts(hidden, insecure_test_noise=1)
+    assert cohorts(public) == cohorts(public) == cohorts(fv.FedAvg(LOCAL))
+
+
+def test_each_client_is_drawn_by_itself():
+    task = linear_task(20, 40)
+    plan = fv.Sampling(size=5, kind="poisson")
+    draws = [plan.draw(task, ROOT.child(i)) for i in range(4000)]
+    hits = torch.zeros(4000, 20)
+    for i, drawn in enumerate(draws):
+        hits[i, list(drawn)] = 1
+    assert float((hits.mean(0) - 0.25).abs().max()) < 5 * math.sqrt(0.25 * 0.75 / 4000)
+    assert float(hits.sum(1).var()) == pytest.approx(20 * 0.25 * 0.75, rel=0.15)
+    assert abs(float(torch.corrcoef(hits.T)[0, 1])) < 5 / math.sqrt(4000)
+    assert plan.rate(task) == 0.25
+    assert fv.Sampling(size=5).rate(task) == fv.Sampling(size=50, kind="poisson").rate(task) == 1.0
+
+
+# ---------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"up": fv.FedAge(block=4, width=0)}, "fedage's are summed in code; use another codec"),
+        ({"up": fv.Tofu(), "secure": fv.SecureSum(), "full_rounds": 1}, "tofu's messages are not summed securely"),
+        ({"merge": fv.Merge("median")}, "method.merge.kind is median, which bounds nobody's part"),
+        ({"down": fv.Qsgd()}, "method.down is qsgd, which skips a round without anybody in step"),
+    ],
+)
+def test_what_a_sum_would_not_bound_is_refused(given, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        fv.FedAvg(user_privacy=SUM, **given)
+    if "up" not in given or given["up"].name != "tofu":
+        fv.FedAvg(user_privacy=CLIENT, **given)
+
+
+def test_settings_that_promise_nothing_are_refused():
+    with pytest.raises(ValueError, match=r"user_privacy.where is 'server'; use sum or client"):
+        UserLevel(where="server")
+    with pytest.raises(ValueError, match=r"user_privacy.noise and user_privacy.clip are above 0"):
+        UserLevel(noise=0.0)
+    with pytest.raises(ValueError, match=r"user_privacy.delta is 0.3, but there are 4 clients; set it below 0.25"):
+        fv.run(linear_task(), fv.FedAvg(user_privacy=UserLevel(delta=0.3)), rounds=1)
+    with pytest.raises(ValueError, match=r"cohort.quorum is 0.5, but a round that is skipped would tell who was drawn"):
+        fv.run(linear_task(), fv.FedAvg(user_privacy=SUM), rounds=1, cohort=dataclasses.replace(POISSON, quorum=0.5))
