@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import encoding, fedage, federation, flower, messages, probes, secagg
+from benchmarks import encoding, fedage, federation, flower, messages, probes, secagg, surrogates
 from fedveil.runs import environment
 
 BENCHMARKS: dict[str, Callable[[], dict[str, float]]] = {
@@ -17,6 +17,8 @@ BENCHMARKS: dict[str, Callable[[], dict[str, float]]] = {
     "messages": messages.million_floats,
     "fedsynth": encoding.fedsynth,
     "fedage": fedage.fedage,
+    "fedlap": surrogates.fedlap,
+    "per-example": surrogates.per_example,
     "probes": probes.passes,
     "probes-memory": probes.memory,
     "probes-variance": probes.variance,

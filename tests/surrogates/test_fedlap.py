@@ -18,32 +18,14 @@ from fedveil.engines import Local as Engine
 from fedveil.message import Envelope, Refused
 from fedveil.privacy.accountant import Noised, epsilon
 from fedveil.privacy.dpsgd import DpSgd
-from fedveil.surrogates.fedlap import Classes, Distil, FedLap, Surrogate, WhichClasses
+from fedveil.surrogates import base
+from fedveil.surrogates.fedlap import FedLap
+from fedveil.surrogates.sets import Classes, Distil, Surrogate, WhichClasses
+from surrogates.small import crowd_of, task_of
 from toys import Tamper, kept
 
 SMALL = {"images": 2, "passes": 1, "batches": 3, "batch": 8, "steps": 5, "image_lr": 1.0}
 PRIVATE = {"region": "constant", "weighting": "equal", "privacy": DpSgd(delta=1e-3)}
-
-
-def task_of(sizes=(12, 12, 12, 12), hands=((0, 1), (1, 2), (0, 2), (0, 1)), seed=0) -> fv.Task:
-    """A tanh net on 4 features and 3 classes; client k has sizes[k] records of the classes hands[k], in turn."""
-    draw = torch.Generator().manual_seed(seed)
-    y = torch.cat([torch.tensor(hand).repeat(-(-n // len(hand)))[:n] for n, hand in zip(sizes, hands, strict=True)])
-    x = torch.randn(len(y), 4, generator=draw) + 2 * torch.eye(4)[y]
-    data = from_tensors(x, y, x, y, classes=3)
-    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=draw) / 2)
-    return fv.Task(model, data, fv.Split(np.arange(len(y)), starts, "by hand"))
-
-
-def crowd_of(task, clients=None, round_=1, memory=None, notes=None) -> fv.Crowd:
-    clients = tuple(range(len(task.clients))) if clients is None else clients
-    blank = [None] * len(clients)
-    seed, secret = fv.Seed.root(0).child("round", round_), fv.Seed.root(9)
-    return fv.Crowd(task, clients, round_, seed, secret, memory or blank, notes or [{} for _ in clients])
 
 
 def question(task, method, classes=2) -> Distil:
@@ -84,9 +66,9 @@ def test_a_stack_fits_what_its_clients_fit_by_themselves():
     left = []
 
     class Watched(FedLap):
-        def real(self, crowd, weights, *where):
+        def real(self, crowd, weights, change, *where):
             left.append(((weights - task.initial).norm(dim=1) >= self.radius).tolist())
-            return super().real(crowd, weights, *where)
+            return super().real(crowd, weights, change, *where)
 
     together = Watched(**dataclasses.asdict(method)).distil(crowd_of(task), question(task, method))
     assert any(True in some and False in some for some in left)
@@ -127,9 +109,9 @@ def test_a_trajectory_stays_within_its_radius_and_makes_as_many_passes_as_it_may
     task, calls = task_of(), []
 
     class Counted(FedLap):
-        def real(self, crowd, weights, *where):
+        def real(self, crowd, weights, change, *where):
             calls.append((where, (weights - task.initial).norm(dim=1)))
-            return super().real(crowd, weights, *where)
+            return super().real(crowd, weights, change, *where)
 
     steady = {**SMALL, "trajectories": 2, "passes": 4}
     Counted(**steady).distil(crowd_of(task), question(task, FedLap(**SMALL)))
@@ -153,6 +135,24 @@ def test_the_radius_is_where_the_real_loss_is_lowest_on_the_way():
         seen.append((float(task.losses(w, task.x, task.y).mean()), float((w - task.initial).norm())))
     assert radius == pytest.approx(min(seen)[1], rel=1e-3)
     assert 0 < radius < max(away for _, away in seen)
+
+
+def test_a_radius_is_measured_on_some_records_of_a_client_that_has_many(monkeypatch):
+    task, method, seen = task_of(sizes=(12, 9), hands=((0, 1), (1, 2))), FedLap(**SMALL), []
+    whole = task.stacked_losses
+
+    def watched(w, x, y):
+        if not torch.is_grad_enabled():
+            seen.append(y)
+        return whole(w, x, y)
+
+    monkeypatch.setattr(base, "MEASURED", 5)
+    monkeypatch.setattr(task, "stacked_losses", watched)
+    crowd = crowd_of(task)
+    method.calibrated(crowd, task.initial, torch.randn(2, 4, 4), torch.tensor([[0, 0, 1, 1], [1, 1, 2, 2]]))
+    assert [y.shape for y in seen] == [(2, 5)] * method.steps
+    assert all(torch.equal(y, seen[0]) for y in seen)
+    assert crowd.passes == method.steps * 2 * 5
 
 
 def test_a_question_for_other_points_than_belong_to_the_classes_is_refused():
@@ -291,7 +291,7 @@ def test_classes_that_cannot_be_are_refused(held, sentence):
         ({"weighting": "loss"}, "method.weighting is 'loss'; use records, equal"),
         ({"images": 0}, "method.images is 0; it is at least 1"),
         ({"passes": 0}, "method.passes is 0; it is at least 1"),
-        ({"radius": 0.0}, "method.radius, method.lr, method.model_lr and method.image_lr are above 0"),
+        ({"radius": 0.0}, "method.radius, method.lr and method.image_lr are above 0"),
         ({"momentum": 1.0}, "method.momentum is 0 to below 1"),
         ({**PRIVATE, "init": "real"}, 'method.init is "real", which sends records without noise'),
         ({**PRIVATE, "region": "min"}, 'method.region is "min" of radii that clients measure on their records'),
@@ -353,7 +353,7 @@ def test_a_private_round_tells_nothing_but_the_noised_set():
 def test_what_a_client_sends_depends_on_its_records_through_private_gradients_only(monkeypatch):
     """With the private gradients replaced, other records of the same classes give the same answer."""
 
-    def blind(self, crowd, weights, batch, steps, secrets):
+    def blind(self, crowd, weights, batch, steps, secrets, change):
         return lambda: torch.ones_like(weights)
 
     monkeypatch.setattr(DpSgd, "gradients", blind)
@@ -422,20 +422,33 @@ def test_a_round_that_is_asked_again_is_charged_again():
 # ---------------------------------------------------------------------------------------------------- digits
 
 
-def test_digits_are_learnt_in_few_rounds_where_averaging_is_slow():
-    results = {}
-    for name in ("digits/fedavg-2x5", "digits/fedlap"):
-        plan = recipe.read(name)
-        engine = Engine(workers=1)
-        task = plan.build()
-        results[name] = fv.run(
-            task, plan.method, rounds=plan.rounds, cohort=plan.cohort, engine=engine, evaluate_every=plan.rounds
-        )
-        assert task.clients.kind == "classes"
-        assert len(task.clients) == 5
-    average, surrogate = (result.accuracy for result in results.values())
-    assert surrogate >= average + 0.1 - 1e-9
-    assert surrogate >= 0.93
+TUNED = "method.local.lr=0.5"  # of 0.1, which the recipe has, 0.3, 0.5 and 0.8 the best for FedAvg here
+
+
+def reached(name: str, rounds: int, *changes: str) -> np.ndarray:
+    """Test accuracy after so many rounds with the seeds 0, 1 and 2, [3]."""
+    found = []
+    for seed in range(3):
+        plan = recipe.read(name, [f"seed={seed}", f"rounds={rounds}", *changes])
+        options = {"seed": seed, "engine": Engine(workers=1), "evaluate_every": rounds}
+        found.append(fv.run(plan.build(), plan.method, rounds=rounds, cohort=plan.cohort, **options).accuracy)
+    return np.array(found)
+
+
+def test_one_round_on_the_digits_is_ten_points_above_averaging_with_each_of_three_seeds():
+    surrogate = reached("digits/fedlap", 1)
+    assert (surrogate >= 0.8).all()
+    assert (surrogate >= reached("digits/fedavg-2x5", 1) + 0.1).all()
+    assert (surrogate >= reached("digits/fedavg-2x5", 1, TUNED) + 0.1).all()
+
+
+@pytest.mark.slow
+def test_five_rounds_on_the_digits_are_ten_points_above_averaging_as_a_mean_of_three_seeds():
+    """Against the rate that is best for FedAvg it is less."""
+    surrogate = reached("digits/fedlap", 5)
+    assert (surrogate >= 0.92).all()
+    assert surrogate.mean() >= reached("digits/fedavg-2x5", 5).mean() + 0.1
+    assert surrogate.mean() >= reached("digits/fedavg-2x5", 5, TUNED).mean() + 0.05
 
 
 @pytest.mark.slow

@@ -41,6 +41,16 @@ def test_a_gradient_of_zeros_is_at_distance_one_a_layer_and_has_a_finite_slope()
     assert slope.isfinite().all()
 
 
+def test_a_row_that_is_rounding_beside_the_others_has_no_direction():
+    """Such as a convolution's bias before a normalisation, which takes every constant away."""
+    rounding = torch.tensor([[1.0, 2, 3, 4, 5, 6, 1e-7, -1e-7]]).requires_grad_()
+    real = torch.tensor([[1.0, 2, 3, 4, 5, 6, 1e-8, 1e-2]])
+    found = distance(LAYOUT, rounding, real, 0.0)
+    assert found.tolist() == pytest.approx([1.0], abs=1e-3)
+    (slope,) = torch.autograd.grad(found.sum(), rounding)
+    assert float(slope[0, 6:].abs().max()) < 2e3  # its own norm would make it ten million
+
+
 @pytest.mark.parametrize("mse", [0.0, 0.1])
 def test_its_slope_is_that_of_finite_differences(mse):
     draw = torch.Generator().manual_seed(1)

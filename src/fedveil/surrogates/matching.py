@@ -7,16 +7,23 @@ from torch import Tensor
 
 from fedveil.task import Layout
 
+SMALLEST = 1e-4  # of the whole gradient is a row that counts: a bias before a normalisation has nothing but rounding
+
 
 def distance(layout: Layout, synthetic: Tensor, real: Tensor, mse: float) -> Tensor:
     """Between gradients [C, d] and [C, d], a number a client, [C]: the cosine distance of each output row, averaged
     over a layer's rows and summed over layers, + `mse` × ‖difference‖² (FedLAP-DP, eqs. 9 and 10).
 
     A row is what leads to one output: of a weight [out, …] the first dimension counts rows, a bias [out] is one row.
+    One whose norm is below `SMALLEST` of its whole gradient counts as if it had that norm.
     """
     apart = mse * (synthetic - real).square().sum(1)
-    for a, b in zip(layout.split(synthetic).values(), layout.split(real).values(), strict=True):
-        a, b = (t.flatten(2) if t.dim() > 2 else t[:, None] for t in (a, b))  # [C, rows, n]
-        norms: Tensor = torch.linalg.vector_norm(a, dim=2) * torch.linalg.vector_norm(b, dim=2)
-        apart = apart + (1 - (a * b).sum(2) / norms.clamp(min=1e-12)).mean(1)
+    floors = [SMALLEST * torch.linalg.vector_norm(t.detach(), dim=1, keepdim=True) for t in (synthetic, real)]
+    for layer in zip(layout.split(synthetic).values(), layout.split(real).values(), strict=True):
+        a, b = (t.flatten(2) if t.dim() > 2 else t[:, None] for t in layer)  # [C, rows, n]
+        one, other = (
+            torch.maximum(torch.linalg.vector_norm(t, dim=2), floor.clamp(min=1e-6))
+            for t, floor in zip((a, b), floors, strict=True)
+        )
+        apart = apart + (1 - (a * b).sum(2) / (one * other)).mean(1)
     return apart

@@ -1,0 +1,256 @@
+"""What all surrogate methods share: clients send synthetic sets, and the server trains on their union."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedveil import message
+from fedveil.clients import Crowd
+from fedveil.cost import Turn
+from fedveil.federation import Answers, Cohort, Method
+from fedveil.local import GRADIENT_CHUNK
+from fedveil.message import Answer, Question, Refused
+from fedveil.surrogates.augment import refuse, strategies
+from fedveil.surrogates.descent import descend, rates
+from fedveil.surrogates.sets import Classes, Distil, LapState, Last, Surrogate, WhichClasses, held
+from fedveil.task import Rows, Task
+
+AGAIN = 10  # times that a round may have been asked, on average, in what a client says it has charged
+MEASURED = 2048  # the most records on which a client measures its radius: the loss of more is hardly another
+
+
+@dataclass(frozen=True)
+class Surrogates(Method):
+    """Clients fit sets (`fit`, which a method states), the server descends on the union within a trust region."""
+
+    images: int = 50
+    init: str = "previous"
+    batches: int = 40
+    batch: int = 256
+    radius: float = 10.0
+    region: str = "min"
+    steps: int = 100
+    lr: float = 0.1
+    image_lr: float = 100.0
+    momentum: float = 0.5
+    weighting: str = "records"
+    augment: str = ""
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("init", ("noise", "previous", "real")),
+            ("region", ("min", "max", "median", "constant", "fixed")),
+            ("weighting", ("records", "equal")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"method.{name} is '{getattr(self, name)}'; use {', '.join(known)}")
+        for name in ("images", "batches", "batch", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"method.{name} is {getattr(self, name)}; it is at least 1")
+        if min(self.radius, self.lr, self.image_lr) <= 0 or not 0 <= self.momentum < 1:
+            raise ValueError(
+                "method.radius, method.lr and method.image_lr are above 0, and method.momentum is 0 to below 1"
+            )
+        strategies(self.augment)
+
+    def fit(self, crowd: Crowd, w: Tensor, images: Tensor, labels: Tensor) -> Tensor:
+        """Fit `images` [C, points, *input] of fixed `labels` [C, points] to the clients' records around `w` [d], in
+        place. Returns how far they are from matching, [C]."""
+        raise NotImplementedError
+
+    @property
+    def measures(self) -> bool:
+        """Whether clients measure r_k."""
+        return self.region in ("min", "max", "median")
+
+    @property
+    def charged(self) -> int:
+        """The private steps of one answer; 0 where nothing is private."""
+        return 0
+
+    def begin(self, task: Task) -> LapState:
+        if not task.data.x.is_floating_point():
+            raise ValueError(f"{self.name} fits its inputs by gradient, and tokens have none; use fedavg")
+        if task.data.y.dim() != 1:
+            raise ValueError(f"{self.name} gives each point one label, and these records have several; use fedavg")
+        refuse(self.augment, task)
+        return LapState(task.initial)
+
+    # ------------------------------------------------------------------------------------------------ the server
+
+    def round(self, state: LapState, cohort: Cohort) -> LapState:
+        held = cohort.ask(WhichClasses())
+        points = {k: self.images * int(answer.held.sum()) for k, answer in held.items()}
+        if none := [k for k, count in points.items() if not count]:
+            for client in none:
+                cohort.refuse(client, Refused("out of range", "held has no class at all"))
+            cohort.require(len(points) - len(none), len(cohort))
+        made = {count: Distil(state.weights, count) for count in set(points.values()) - {0}}
+        asked = cohort.only(set(points) - set(none))
+        sent = asked.exchange({k: made[points[k]] for k in asked.ids})
+        said = [answer.spent for answer in sent.values() if self.plausible(answer.spent, cohort.round)]
+        spent = max([state.spent, *said])
+        self.charge(cohort, spent)  # also where too few answered: what they sent is out
+        answers = self.checked(held, sent, cohort)
+        weights, figures = self.optimise(cohort.task, state.weights, list(answers.values()))
+        cohort.note(**figures)
+        first = [(each.images[:: self.images], each.labels[:: self.images]) for each in answers.values()]
+        images, labels = (torch.cat(parts) for parts in zip(*first, strict=True))
+        cohort.exhibit("synthetic images", images, F.one_hot(labels.long(), cohort.task.data.classes))
+        return LapState(weights, spent)
+
+    def checked(self, held: Answers, answers: Answers, cohort: Cohort) -> dict[int, Surrogate]:
+        """The answers that are what their client's classes and the recipe make of them; others are refused by name."""
+        usable = {}
+        for client, answer in answers.items():
+            if not torch.equal(answer.labels, self.labels(held[client].held)):
+                problem = f"labels are not {self.images} of each class that the client holds"
+            elif answer.radius > self.radius:
+                problem = f"radius is {answer.radius:g}, the recipe's is {self.radius:g}"
+            elif not self.plausible(answer.spent, cohort.round):
+                problem = f"spent is {answer.spent} steps, and an answer takes {self.charged}"
+            else:
+                usable[client] = answer
+                continue
+            cohort.refuse(client, Refused("out of range", problem))
+        cohort.require(len(usable), len(answers) + len(answers.missing))
+        return usable
+
+    def plausible(self, spent: int, round_: int) -> bool:
+        """Whether a client can have charged so much by this round."""
+        if not self.charged:
+            return spent == 0
+        return spent % self.charged == 0 and self.charged <= spent <= AGAIN * round_ * self.charged
+
+    def charge(self, cohort: Cohort, spent: int) -> None:
+        """Put what so many private steps cost into the ledger."""
+
+    def optimise(self, task: Task, w: Tensor, sets: Sequence[Surrogate]) -> tuple[Tensor, dict[str, float]]:
+        """FedLAP-DP, algorithm 2: descend from `w` [d] on the union of the sets, until that leaves the trust region."""
+        device = task.device
+        images = torch.cat([each.images for each in sets]).to(device)
+        labels = torch.cat([each.labels for each in sets]).to(device, torch.int64)
+        counts = [each.records if self.weighting == "records" else 1 for each in sets]
+        share = torch.cat([torch.full((len(s.labels),), n / len(s.labels)) for s, n in zip(sets, counts, strict=True)])
+        share = (share / share.sum()).to(device)
+        reach = self.reach([each.radius for each in sets])
+        weights, start = w.to(device)[None].clone(), w.to(device)
+        parts = [t[None].split(GRADIENT_CHUNK, 1) for t in (images, labels, share)]
+
+        def gradient() -> Tensor:
+            pieces = [task.gradient(weights, x, y, part)[0] for x, y, part in zip(*parts, strict=True)]
+            return torch.stack(pieces).sum(0)
+
+        taken = descend(weights, start, reach, rates(self.lr, self.steps), gradient)
+        moved: Tensor = torch.linalg.vector_norm(weights[0] - start)
+        figures = {"moved": float(moved), "server_steps": float(taken)}
+        return weights[0], figures | ({} if self.region == "fixed" else {"radius": reach})
+
+    def reach(self, radii: Sequence[float]) -> float:
+        """The radius of the server's trust region."""
+        match self.region:
+            case "min":
+                return min(radii)
+            case "max":
+                return max(radii)
+            case "median":
+                return float(np.median(radii))
+        return self.radius if self.region == "constant" else math.inf
+
+    # ------------------------------------------------------------------------------------------------ the clients
+
+    @property
+    def answer(self) -> Mapping[type[Question], Callable[[Crowd, Any], Sequence[Answer]]]:
+        return {WhichClasses: self.which, Distil: self.distil}
+
+    def which(self, crowd: Crowd, question: WhichClasses) -> list[Classes]:
+        return [Classes(held(crowd.task, client)) for client in crowd.clients]
+
+    def labels(self, held: Tensor) -> Tensor:
+        """The labels of a set, class by class: [points]."""
+        return held.nonzero()[:, 0].repeat_interleave(self.images).to(torch.int16)
+
+    def distil(self, crowd: Crowd, question: Distil) -> list[Surrogate]:
+        """Fit the sets of all clients of a stack; they hold equally many classes."""
+        task = crowd.task
+        own = [self.labels(held(task, client)) for client in crowd.clients]
+        for each in own:
+            if len(each) != question.points:
+                raise Refused("out of range", f"{question.points} points are asked for, {len(each)} belong to it")
+        spent = self.spending(crowd)
+        w, labels = question.weights.to(task.device), torch.stack(own).to(task.device, torch.int64)
+        images = self.start(crowd, labels)
+        matched = self.fit(crowd, w, images, labels)
+        radii = [self.radius] * len(crowd)
+        if self.measures:
+            radii = [min(r, self.radius) for r in self.calibrated(crowd, w, images, labels).tolist()]
+        crowd.measure(matching=matched)
+        for note in crowd.notes:
+            note["charged"] = note.get("charged", 0) + self.charged
+        sent, records = images.cpu(), [1] * len(crowd) if self.charged else crowd.rows.counts.tolist()
+        crowd.remember([Last(each, steps) for each, steps in zip(sent, spent, strict=True)])
+        return [Surrogate(*fields) for fields in zip(sent, own, radii, spent, records, strict=True)]
+
+    def spending(self, crowd: Crowd) -> list[int]:
+        """The private steps that each client has charged, with those of this answer."""
+        return [0] * len(crowd)
+
+    def start(self, crowd: Crowd, labels: Tensor) -> Tensor:
+        """The images before they are fitted, [C, points, *input]."""
+        task, images = crowd.task, []
+        for k, seed in enumerate(crowd.seeds("images")):
+            if self.init == "previous" and crowd.memory[k] is not None:
+                images.append(crowd.memory[k].images)
+            elif self.init == "real":
+                rng, own = seed.numpy(), crowd.rows.indices[k]
+                of = {c: rng.permutation(own[task.data.y[own].numpy() == c]) for c in labels[k].unique().tolist()}
+                chosen = np.concatenate([np.resize(of[c], self.images) for c in sorted(of)])
+                images.append(task.data.x[chosen])
+            else:
+                shape = (labels.shape[1], *task.data.input)
+                images.append(torch.randn(shape, generator=seed.torch()))
+        return torch.stack(images).to(task.device, torch.float32).clone()
+
+    def calibrated(self, crowd: Crowd, w: Tensor, images: Tensor, labels: Tensor) -> Tensor:
+        """r_k, [C]: how far from `w` [d] the real loss is lowest while training on the synthetic set (FedLAP-DP,
+        figure 2). The loss is that of at most `MEASURED` records, the same at every step."""
+        task = crowd.task
+        rngs = [seed.numpy() for seed in crowd.seeds("measure")]
+        some = [own[rng.permutation(len(own))[:MEASURED]] for own, rng in zip(crowd.rows.indices, rngs, strict=True)]
+        index, mask = (torch.from_numpy(a).to(task.device) for a in Rows(some).padded())
+        parts = list(zip(index.split(GRADIENT_CHUNK, 1), mask.split(GRADIENT_CHUNK, 1), strict=True))
+        weights, ones = w.expand(len(crowd), -1).clone(), torch.ones_like(labels, dtype=torch.float32)
+        lowest = torch.full((len(crowd),), math.inf, device=task.device)
+        radii = torch.zeros_like(lowest)
+
+        @torch.no_grad()
+        def watch(away: Tensor) -> None:
+            sums = [(task.stacked_losses(weights, task.x[r], task.y[r]) * m).sum(1) for r, m in parts]
+            loss = torch.stack(sums).sum(0) / mask.sum(1)
+            radii.copy_(torch.where(loss < lowest, away, radii))
+            lowest.copy_(torch.minimum(lowest, loss))
+
+        def gradient() -> Tensor:
+            return task.gradient(weights, images, labels, ones)[0]
+
+        descend(weights, w, self.radius, rates(self.lr, self.steps), gradient, watch)
+        crowd.passes += self.steps * int(mask.sum())
+        return radii
+
+    # ------------------------------------------------------------------------------------------------ the cost
+
+    def questions(self, task: Task, turn: Turn) -> list[Question]:
+        points = self.images * int(held(task, turn.client).sum())
+        return [WhichClasses(), Distil(message.blank(LapState, task.sizes).weights, points)]
+
+    def measuring(self, turn: Turn) -> int:
+        """The passes that `calibrated` takes."""
+        return self.steps * min(MEASURED, turn.records) if self.measures else 0

@@ -1,0 +1,98 @@
+"""The steps of surrogate methods can be captured as CUDA graphs: tried on a CPU by watching every operation."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedveil import task as task_module
+from fedveil.privacy.dpsgd import DpSgd, clipped_sum
+from fedveil.products import Products
+from fedveil.surrogates import descent, feddm, fedlap
+from fedveil.surrogates.feddm import FedDm
+from fedveil.surrogates.fedlap import FedLap
+from fedveil.surrogates.sets import Distil
+from surrogates.small import crowd_of, images_task
+
+ATEN = torch.ops.aten
+REFUSED = {
+    *(ATEN._local_scalar_dense, ATEN.is_nonzero, ATEN.equal),  # the host waits for a number
+    *(ATEN.nonzero, ATEN.masked_select, ATEN._unique2, ATEN.unique_dim),  # shapes depend on values
+    *(ATEN.lift_fresh, ATEN.lift_fresh_copy),  # a tensor is made on the host
+}
+
+
+class Watch(TorchDispatchMode):
+    """Refuses what a graph cannot hold, and notes every operation with the numbers it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket not in REFUSED, f"{func} cannot be captured"
+        if func.overloadpacket in (ATEN.index, ATEN.index_put_):
+            assert all(i is None or i.dtype != torch.bool for i in args[1]), "a mask as index cannot be captured"
+        plain = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, int | float | bool)]
+        self.seen.append((str(func), plain))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def repeats(monkeypatch):
+    """Every step runs under watch, with layers as products as on a GPU; gives the operations of each step."""
+    found = []
+
+    def repeat(step, times, device, part=None):
+        steps = []
+        for _ in range(times):
+            with Watch() as watch:
+                step()
+            steps.append(watch.seen)
+        found.append(steps)
+
+    for module in (fedlap, feddm, descent):
+        monkeypatch.setattr(module, "repeat", repeat)
+    monkeypatch.setattr(task_module, "nullcontext", Products)
+    return found
+
+
+SMALL = {"images": 2, "batches": 3, "batch": 8, "steps": 4, "augment": "flip crop scale rotate cutout color"}
+METHODS = {
+    "fedlap": FedLap(**SMALL, passes=2, model_steps=2, image_lr=1.0),
+    "fedlap-dp": FedLap(
+        **SMALL, passes=2, model_steps=2, region="constant", weighting="equal", privacy=DpSgd(delta=1e-3), mse=0.0
+    ),
+    "feddm": FedDm(**{**SMALL, "region": "min"}, draws=2),
+}
+
+
+def answers(task, method):
+    return method.distil(crowd_of(task), Distil(task.initial, 2 * method.images))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_step_of_a_client_or_the_server_needs_the_host(name, repeats):
+    """And all steps are the same operations with the same numbers, or a replay would differ from the steps."""
+    task, method = images_task(), METHODS[name]
+    method.optimise(task, task.initial, answers(task, method))
+    assert len(repeats) >= 2
+    for steps in repeats:
+        assert len(steps[0]) > 20
+        assert all(seen == steps[0] for seen in steps)
+
+
+def test_layers_as_products_have_the_same_slopes_and_private_gradients(monkeypatch):
+    task, method = images_task(), METHODS["fedlap"]
+    draw = torch.Generator().manual_seed(1)
+    weights = task.initial + 0.1 * torch.randn(2, task.layout.size, generator=draw)
+    images, labels = torch.randn(2, 4, 1, 6, 6, generator=draw), torch.tensor([[0, 0, 1, 1]] * 2)
+    rows, mask = torch.arange(32).view(2, 16), torch.ones(2, 16)
+    found = []
+    for context in (task_module.nullcontext, Products):
+        monkeypatch.setattr(task_module, "nullcontext", context)
+        goal = clipped_sum(task, weights, task.x[rows], task.y[rows], mask, clip=0.5)
+        slope = method.slope(task, weights, images, labels, goal, torch.zeros(2))
+        found.append((goal, slope))
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, rtol=1e-3, atol=1e-5)
+        assert float(one.abs().max()) > 1e-3
