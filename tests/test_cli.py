@@ -17,13 +17,13 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import fedveil
-from fedveil import cli, data, message, recipe
+from fedveil import cli, data, graphs, message, recipe
 from fedveil.cli import commands, jobs, progress, shell
 from fedveil.cli.options import What
 from fedveil.cli.progress import Interrupt
+from fedveil.ledger import Ledger
 from fedveil.message import Envelope
 from fedveil.runs import RunFolder, read_checkpoint
-from fedveil.updates import fit
 from fedveil.updates.raw import Update
 
 KEYS = {
@@ -325,13 +325,41 @@ def test_the_cost_is_known_before_the_run() -> None:
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_a_long_fit_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_round_tells_how_far_its_clients_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "LONG", 0.0)
     monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
     result = run("a", "--set", "method.up.steps=120", rounds=1, method="tofu")
     good(result)
-    assert re.findall(r"^round 0/1  fitting (.*)$", result.stderr, re.M) == ["50/120", "100/120"]
-    assert fit.observer is None
+    told = re.findall(r"^round 0/1  step (\d+)/(\d+)$", result.stderr, re.M)
+    assert list(dict.fromkeys(total for _, total in told)) == ["18", "120"]  # an epoch, then the fit
+    assert ("1", "120") in told
+    assert graphs.observer is None
+
+
+def test_a_private_round_tells_what_it_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
+    quick = ["--set", "rounds=2", "--set", "method.passes=1", "--set", "method.batches=2", "--set", "method.steps=1"]
+    result = fv("run", "digits/fedlap-dp", "--out", "a", *quick)
+    good(result)
+    spent = [row.epsilon for row in Ledger.read(Path("a/ledger.jsonl")).rows]
+    assert re.findall(r"^round ./2  accuracy [\d.]+  ε ([\d.]+)  [\d.]+ kB up", result.stderr, re.M) == [
+        f"{epsilon:.4g}" for epsilon in spent
+    ]
+
+
+def test_a_run_ends_well_where_another_round_would_exceed_its_budget() -> None:
+    private = [f"method.privacy.{key}" for key in ("noise=1", "delta=1e-3", "budget=5")]
+    more = [word for change in ["cohort.size=4", "method.local.batch=90", *private] for word in ("--set", change)]
+    result = run("a", *more, "--format", "json", rounds=9)
+    figures = good(result)
+    assert figures["stopped"] == "budget"
+    assert figures["rounds"] == len(Ledger.read(Path("a/ledger.jsonl")).rows) < 9
+    assert 4 < figures["epsilon"] <= 5
+    told = f"fedveil: stopped after round {figures['rounds']} of 9: another would exceed the privacy budget"
+    assert result.stderr.splitlines()[-1] == told
+    again = fv("resume", "a", "--format", "json")
+    assert good(again) == figures
+    assert told in again.stderr
 
 
 def test_a_report_goes_to_the_first_folder_or_where_told() -> None:

@@ -23,7 +23,7 @@ from fedveil.federation import Federation, Sampling, State
 from fedveil.privacy.secagg import Masked, shapes
 from fedveil.seeds import Seed
 from fedveil.task import Task
-from fedveil.updates.codec import Tuned
+from fedveil.updates.codespace import Tuned
 from fedveil.updates.fedage import Codes, FedAge
 from fedveil.updates.fit import cosine
 from fedveil.updates.raw import FedAvg

@@ -130,7 +130,7 @@ def attack(path: Annotated[Path, argument("DIR")], format: Shown = Format.table)
     from fedveil.report.figures import densities, svg
     from fedveil.seeds import Seed
     from fedveil.updates.fedage import FedAge
-    from fedveil.updates.raw import FedAvg, shares
+    from fedveil.updates.raw import FedAvg
 
     job = Job.held(path)
     method = job.recipe.method
@@ -149,7 +149,7 @@ def attack(path: Annotated[Path, argument("DIR")], format: Shown = Format.table)
         raise ValueError("the next round's cohort has fewer than 2 clients; there is no mean to take apart")
     memory: list[Any] = [None] * len(clients)
     crowd = Crowd(task, clients, number, seed, Seed.private(), memory, [{} for _ in clients])
-    updates = method.privatised(crowd, method.update(crowd, saved.state.weights.to(task.device)))
+    updates = method.released(crowd, saved.state.weights.to(task.device))
     seen = None
     if method.secure:
         root = Seed.root(job.recipe.seed)
@@ -158,7 +158,7 @@ def attack(path: Annotated[Path, argument("DIR")], format: Shown = Format.table)
             raise ValueError("in the next round clients drop out; set cohort.drop to 0 in a run to be attacked")
         seen = [heard[k] for k in clients]
         say("the run sums codes securely, so what is attacked is each client's masked vector")
-    found = expose(task, method.up, updates * shares(crowd).to(updates), seed, number, seen)
+    found = expose(task, method.up, updates * method.shares(crowd).to(updates), seed, number, seen)
     told = {"round": number, "clients": list(clients), **found.figures()}
     (path / "attack.json").write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=2) + b"\n")
     (path / "figures").mkdir(exist_ok=True)

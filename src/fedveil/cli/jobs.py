@@ -78,6 +78,7 @@ class Job:
     recipe: Recipe
     environment: Mapping[str, Any]
     ledger: Ledger = field(default_factory=Ledger)  # of the rounds that the newest checkpoint covers
+    exhausted: bool = False  # whether the next round would exceed the budget of differential privacy
 
     @staticmethod
     def new(path: Path, plan: Recipe, where: Where) -> Job:
@@ -114,7 +115,7 @@ class Job:
         rows, target = self.ledger.rows, self.recipe.target
         if rows and target is not None and rows[-1].metrics.get("accuracy", 0.0) >= target:
             return "target"
-        return "rounds" if len(rows) >= self.recipe.rounds else None
+        return "rounds" if len(rows) >= self.recipe.rounds else "budget" if self.exhausted else None
 
     def summary(self) -> dict[str, Any]:
         figures = self.ledger.summary(self.recipe.method.name)
@@ -164,7 +165,10 @@ class Job:
                 if not isinstance(error, RunError):
                     error.add_note(BUG)
                 raise
-        self.ledger = result.ledger
+        self.ledger, self.exhausted = result.ledger, result.stopped == "budget"
+        if self.exhausted:
+            done = len(self.ledger.rows)
+            say(f"stopped after round {done} of {plan.rounds}: another would exceed the privacy budget")
 
     def _engine(self, task: Task) -> AbstractContextManager[Engine]:
         """Where this run's clients live."""

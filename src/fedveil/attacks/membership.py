@@ -1,0 +1,163 @@
+"""Membership inference: who was trained on, told from the finished weights.
+
+Members are records of clients that took part, others are test records. Either side has as many of each class, so that
+what is told apart is not the classes. An attack is a function that scores records, entered in `ATTACKS`. `audit.json`
+of a run folder is an `Audit`; `mechanism` in it is `attacks.mechanism`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+
+from fedveil.attacks.mechanism import Mechanism
+from fedveil.attacks.roc import Figures, Roc
+from fedveil.ledger import Row
+from fedveil.privacy.dpsgd import HELD
+from fedveil.seeds import Seed
+from fedveil.task import EVALUATION_BATCH, Task
+
+Score = Callable[[Task, Tensor, Tensor, Tensor], Tensor]  # weights [d], x, y of B records -> [B]: high is a member
+Tell = Callable[[str], object]
+
+LEARNT = 64  # records that the control learns by heart
+CONTROL_STEPS = 500
+BY_HEART = 0.05  # the mean loss at which they are
+SUCCESS = 0.8  # the AUC that the control must reach
+
+
+class Audit(msgspec.Struct, frozen=True):
+    """What `fedveil audit` writes to `audit.json`.
+
+    round:     of the checkpoint that was attacked
+    records:   members, and as many others
+    delta:     the δ of every ε among `attacks`
+    epsilon:   what the run has charged by that round, at this δ; None if it promises nothing
+    attacks:   by name, each on the run's weights
+    control:   the loss attack on weights that learnt some members by heart; it must succeed
+    baseline:  the loss attack on the initial weights, which know no member; where it succeeds, members and others
+               differ in themselves
+    mechanism: of a run with `method.privacy`
+    broken:    a sentence for each promise that a lower bound contradicts
+    """
+
+    round: int
+    records: int
+    delta: float
+    epsilon: float | None
+    attacks: dict[str, Figures]
+    control: Figures
+    baseline: Figures
+    mechanism: Mechanism | None
+    broken: list[str]
+
+
+# ---------------------------------------------------------------------------------------------------- the attacks
+
+
+def loss(task: Task, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Black box: what was trained on is predicted well (Yeom et al. 2018)."""
+    return -task.losses(w, x, y)
+
+
+def calibrated(task: Task, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """The same against how hard a record is: what was trained on got better since the initial weights."""
+    return task.losses(task.initial, x, y) - task.losses(w, x, y)
+
+
+def gradient(task: Task, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """White box: what was trained on has a small gradient (Nasr et al. 2019)."""
+
+    def norm(x: Tensor, y: Tensor) -> Tensor:
+        found: Tensor = torch.linalg.vector_norm(grad(lambda w: task.losses(w, x[None], y[None])[0])(w))
+        return found
+
+    if not task.stackable:
+        return -torch.stack([norm(*record) for record in zip(x, y, strict=True)])
+    return -vmap(norm)(x, y)
+
+
+ATTACKS: dict[str, Score] = {"loss": loss, "calibrated": calibrated, "gradient": gradient}
+
+
+@torch.no_grad()
+def scores(task: Task, attack: Score, w: Tensor, x: Tensor, y: Tensor, tell: Tell = lambda _: None) -> np.ndarray:
+    """An attack's scores of any number of records, [n]."""
+    at_once = max(1, min(EVALUATION_BATCH, HELD[task.device.type] // task.layout.size))
+    found: list[Tensor] = []
+    for part in zip(x.split(at_once), y.split(at_once), strict=True):
+        tell(f"attack on record {len(found) * at_once}/{len(x)}")
+        found.append(attack(task, w, *part))
+    # A loss that is no number says as little as the worst one.
+    return torch.cat(found).double().nan_to_num(nan=-1e300, neginf=-1e300, posinf=1e300).cpu().numpy()
+
+
+# ---------------------------------------------------------------------------------------------------- the records
+
+
+def took_part(rows: Sequence[Row]) -> list[int]:
+    """Clients of which at least one round used an answer."""
+    return sorted({k for row in rows for k in row.cohort if str(k) not in row.missing})
+
+
+def matched(task: Task, clients: Sequence[int], seed: Seed, most: int) -> tuple[Tensor, Tensor]:
+    """Members' indices into the training records and others' into the test records, each [n] in an order of its own.
+
+    Of each class there are as many as both sides have, scaled down alike to at most `most` in all. Records with several
+    labels are of one class.
+    """
+    rng = seed.numpy()
+    held = np.concatenate(task.rows(clients).indices)
+    sides = [rng.permutation(held), rng.permutation(len(task.test_x))]
+    labels = [task.data.y.numpy(), task.data.test_y.numpy()]
+    classes = [y[own] if y.ndim == 1 else np.zeros(len(own), int) for own, y in zip(sides, labels, strict=True)]
+    counts = np.minimum(*(np.bincount(c, minlength=task.data.classes) for c in classes))
+    counts = (counts * min(1.0, most / max(1, counts.sum()))).astype(int)
+    if counts.sum() < 4:
+        raise ValueError(
+            f"only {counts.sum()} test records are of classes that clients hold, too few to compare with; give more"
+        )
+    chosen = []
+    for own, of in zip(sides, classes, strict=True):
+        rows = np.concatenate([own[of == c][:count] for c, count in enumerate(counts)])
+        chosen.append(torch.from_numpy(rng.permutation(rows)).to(task.device))
+    return chosen[0], chosen[1]
+
+
+def by_heart(task: Task, x: Tensor, y: Tensor, tell: Tell = lambda _: None) -> Tensor:
+    """Weights [d] that learnt some records by heart: Adam on all of them at once, from the initial weights."""
+    w = task.initial.clone().requires_grad_()
+    adam = torch.optim.Adam([w], lr=0.01)
+    for step in range(CONTROL_STEPS):
+        tell(f"control: learning records by heart  step {step}/{CONTROL_STEPS}")
+        mean = task.losses(w, x, y).mean()
+        if float(mean.detach()) < BY_HEART:
+            break
+        (w.grad,) = torch.autograd.grad(mean, w)
+        adam.step()
+    return w.detach()
+
+
+# ---------------------------------------------------------------------------------------------------- all of it
+
+
+def attack(
+    task: Task, w: Tensor, clients: Sequence[int], seed: Seed, delta: float, most: int, tell: Tell
+) -> tuple[int, dict[str, Figures], Figures, Figures]:
+    """How many records a side, and what the attacks, the control and the baseline reach, for an `Audit`."""
+    members, others = matched(task, clients, seed.child("records"), most)
+    sides = [(task.x[members], task.y[members]), (task.test_x[others], task.test_y[others])]
+
+    def told(attack: Score, w: Tensor, *sides: tuple[Tensor, Tensor]) -> Figures:
+        return Roc(*(scores(task, attack, w, *side, tell) for side in sides)).figures(delta)
+
+    found = {name: told(each, w, *sides) for name, each in ATTACKS.items()}
+    # With labels that belong to other records, nothing but memory helps.
+    few = [(x[:LEARNT], y[:LEARNT].roll(len(y[:LEARNT]) // 2, 0)) for x, y in sides]
+    control = told(loss, by_heart(task, *few[0], tell), *few)
+    return len(members), found, control, told(loss, task.initial, *sides)
