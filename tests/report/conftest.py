@@ -35,10 +35,12 @@ def make(tmp_path: Path) -> Callable[..., Path]:
         planned: int | None = None,
         extra: str = "",
         task: str = 'data = "digits"',
+        tables: str = "",
     ) -> Path:
         folder = RunFolder(tmp_path / name)
         head = f"rounds = {len(rounds) if planned is None else planned}\n{extra}\n[task]\n{task}\n"
-        folder.describe(f'{head}\n[method]\nname = "{method}"\n', {"fedveil": "0.1.0", "torch": "2.13.0", "gpu": None})
+        recipe = f'{head}\n[method]\nname = "{method}"\n{tables}'
+        folder.describe(recipe, {"fedveil": "0.1.0", "torch": "2.13.0", "gpu": None})
         ledger = folder.ledger(0)
         for number, what in enumerate(rounds, 1):
             ledger.append(what if isinstance(what, Row) else one_round(number, what, sent))

@@ -10,6 +10,7 @@ import pytest
 from fedveil.ledger import Row
 from fedveil.report import svg, write
 from fedveil.report.figures import Figure
+from report.audits import audited
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
 Maker, Rower = Callable[..., Path], Callable[..., Row]
@@ -32,7 +33,9 @@ def report(make: Maker, row: Rower, tmp_path: Path) -> Path:
     """A report with everything that could be too wide, ask for something or run."""
     evil = "<script>document.title = 'hacked'</script>"
     wide = "w" * 300
-    rows = [row(n, n / 40, missing={"0": wide}, events=[evil, wide]) for n in range(1, 31)]
+    rows = [row(n, n / 40, missing={"0": wide}, events=[evil, wide], epsilon=n / 7) for n in range(1, 31)]
+    for each in rows:
+        each.metrics |= {"matching": 10.0**-each.round, "radius": 1.5}
     folders = [make(f"run{i}-{'long' * 12}", rows, extra=f'note = "{wide}{evil}"') for i in range(3)]
     folders.append(make("d", [0.1, 0.5], method=evil))
     picture = Figure(figsize=(8, 3))
@@ -41,6 +44,7 @@ def report(make: Maker, row: Rower, tmp_path: Path) -> Path:
     hostile = '<script>fetch("http://example.com")</script><image href="http://example.com/x.png"/></svg>'
     for path in (folders[0] / "split.svg", folders[0] / "figures" / "cosine.svg"):
         path.write_text(svg(picture).replace("</svg>", hostile))
+    audited(folders[0], broken=(wide, evil), control=6.5)
     return write(folders, tmp_path / "report.html")
 
 
@@ -71,7 +75,7 @@ def test_it_fits_asks_for_nothing_and_runs_nothing(browser: Any, report: Path, w
     assert trouble == []
     assert page.title() == "4 runs compared · fedveil"
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert page.locator("svg").count() == 2
+    assert page.locator("svg").count() == 7
     assert all(page.evaluate("[...document.images].map(each => each.naturalWidth > 0 && each.clientWidth > 0)"))
     page.context.close()
 

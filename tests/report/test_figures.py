@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from fedveil.ledger import Ledger, Row
-from fedveil.report.figures import COLOURS, by_bytes, curves, look, size, strip, svg
+from fedveil.report.figures import COLOURS, curves, look, points, size, strip, svg
 
 
 def ledger(accuracies: list[float | None], sent: int = 1000) -> Ledger:
@@ -48,7 +48,37 @@ def test_colours_stand_out_from_white(colour: str) -> None:
 
 
 def test_bytes_add_up_over_rounds_that_were_not_measured() -> None:
-    assert by_bytes(ledger([None, 0.5, None, 0.7])) == ([2000, 4000], [0.5, 0.7])
+    assert points(ledger([None, 0.5, None, 0.7]), "bytes") == [(2000, 0.5), (4000, 0.7)]
+
+
+def private(accuracies: list[float | None], charged: list[float | None]) -> Ledger:
+    found = ledger(accuracies)
+    for row, epsilon in zip(found.rows, charged, strict=True):
+        row.epsilon = epsilon
+    return found
+
+
+def test_what_was_charged_stays_charged_in_rounds_that_charge_nothing() -> None:
+    found = private([0.1, 0.2, 0.3, 0.4, None], [None, 1.5, None, 2.5, 3.0])
+    assert points(found, "epsilon") == [(1.5, 0.2), (1.5, 0.3), (2.5, 0.4)]
+    assert points(found, "rounds", "epsilon") == [(2, 1.5), (4, 2.5), (5, 3.0)]
+
+
+@pytest.mark.parametrize("charged", [[0.07, 0.09], [2.8, 5.7], [0.5, 800.0]])
+def test_accuracy_against_epsilon_has_plain_ticks_and_names_private_runs_only(charged: list[float]) -> None:
+    runs = {"plain": ledger([0.5, 0.9]), "private": private([0.3, 0.6], [*charged])}
+    figure = curves(runs, ["epsilon"])
+    drawn = svg(figure)
+    (axes,), (legend,) = figure.axes, figure.legends
+    assert axes.lines[1].get_xydata().tolist() == [[charged[0], 0.3], [charged[1], 0.6]]
+    assert not len(axes.lines[0].get_xydata())
+    assert [text.get_text() for text in legend.get_texts()] == ["private"]
+    assert axes.get_xlabel() == "ε charged so far"
+    left, right = axes.get_xlim()
+    ticks = [t.get_text() for t in axes.get_xticklabels() if left <= t.get_position()[0] <= right]
+    assert 2 <= len(ticks) <= 6
+    assert all(re.fullmatch(r"\d+|0\.\d+", tick) for tick in ticks), ticks
+    assert "B</text>" not in drawn
 
 
 def test_panels_show_accuracy_against_rounds_and_against_bytes_on_a_log_axis() -> None:
@@ -92,6 +122,26 @@ def test_another_metric_keeps_each_runs_look_and_names_only_runs_that_have_it() 
     assert axes.lines[1].get_color() == look(1)["color"]
     assert [text.get_text() for text in legend.get_texts()] == ["coded"]
     assert axes.get_ylabel() == "cosine, clients to server"
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "scale", "bottom"),
+    [
+        ("radius", [5.1, 5.2], "linear", 0),
+        ("matching", [0.1, 2.1], "log", None),
+        ("matching", [0, 2.1], "linear", 0),
+        ("cosine", [0.04, 0.9], "linear", None),
+        ("epsilon", [0.04, 0.9], "linear", 0),
+    ],
+)
+def test_distances_are_drawn_from_zero_unless_they_are_far_apart(
+    metric: str, values: list[float], scale: str, bottom: float | None
+) -> None:
+    found = Ledger([Row(round=n, cohort=[0], metrics={metric: y}, epsilon=y) for n, y in enumerate(values, 1)])
+    axes = curves({"a": found}, ["rounds"], metric).axes[0]
+    assert axes.get_yscale() == scale
+    assert bottom is None or axes.get_ylim()[0] == bottom
+    assert axes.get_ylim()[1] > 1.03 * max(values)
 
 
 @pytest.mark.parametrize(("channels", "side", "seen"), [(1, 8, 48), (3, 32, 32), (4, 100, 100)])

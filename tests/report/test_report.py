@@ -12,6 +12,7 @@ import pytest
 
 from fedveil.ledger import Row
 from fedveil.report import write
+from report.audits import audited
 
 Maker, Rower = Callable[..., Path], Callable[..., Row]
 
@@ -161,6 +162,66 @@ def test_fidelity_is_shown_where_it_was_measured(make: Maker, row: Rower, out: P
     assert "the step that the server means" in words(write([make("c", rows, method="coded")], out))
 
 
+def test_what_privacy_was_spent_is_said_with_its_kind_and_drawn(make: Maker, row: Rower, out: Path) -> None:
+    plain = make("a", [0.5], method="plain")
+    assert "Privacy" not in words(write([plain], out))
+    rows = [row(1, 0.5, epsilon=1.5), row(2, None), row(3, 0.6, epsilon=2.25)]
+    record = make("b", rows, method="fedlap", tables="[method.privacy]\ndelta = 1e-3\n")
+    user = make("c", rows[:1], tables="[method.user_privacy]\n")
+    said = words(write([plain, record, user], out))
+    assert "after 3 rounds the accountant had charged ε = 2.25 at δ = 0.001 for each record (proved)." in said
+    assert "fedavg + DP: after 1 round the accountant had charged ε = 1.5 for each user (proved)." in said
+    assert "plain: after" not in said
+    assert "The largest ε that any client has charged. Test accuracy against that ε" in said
+    assert "round accuracy ε bytes up bytes down missing events 1 50.00% 1.5 2 kB 4 kB 2 – 1.5 2 kB" in said
+    assert "round accuracy bytes up bytes down missing events 1 50.00% 2 kB" in said
+    (record / "environment.json").write_text('{"insecure_test_noise": true}')
+    said = words(write([record], out))
+    assert "for each record (which proves nothing, because its noise was fixed)." in said
+    assert "proved" not in said
+
+
+def test_an_audit_says_what_was_found_beside_its_control(make: Maker, out: Path) -> None:
+    folder = audited(make("a", [0.5]), None)
+    (folder / "figures").mkdir()
+    for name in ("audit.svg", "other.svg"):
+        (folder / "figures" / name).write_text("<svg/>")
+    said = words(write([folder, make("b", [0.5], method="plain")], out))
+    assert (
+        "run attack AUC with 95% found at 0.1% false ones found at 1% false ones balanced accuracy "
+        "fedavg loss 0.516 0.474 to 0.558 (0.000) 0.013 0.492 fedavg baseline 0.516 0.474 to 0.558 (0.000) 0.013 0.492 "
+        "fedavg control 0.966 0.925 to 1.000 (0.000) 0.013 0.938"
+    ) in said
+    assert "fedavg: how many members are found at how many false ones." in said
+    assert "ε ruled out" not in said
+    assert [given["alt"] for tag, given in tags(out) if tag == "img"] == ["other"]
+    assert "Audit" not in words(write([make("c", [0.5])], out))
+
+
+def test_what_an_audit_rules_out_stands_beside_what_was_charged(make: Maker, out: Path) -> None:
+    said = words(write([audited(make("a", [0.5]), control=6.5)], out))
+    assert "fedavg the last weights 0.5 5.75 0.001 6 not contradicted" in said
+    assert "fedavg 400 canaries in private gradients 1.12 4.75 1e-06 6.5 not contradicted" in said
+    assert "contradicts what" not in said
+    assert "4.5 too weak to tell" in words(write([audited(make("b", [0.5]), control=4.5)], out))
+    broken = ("canaries rule out every ε below 5",)
+    said = words(write([audited(make("c", [0.5]), broken=broken, lower=5.0)], out))
+    assert "The audit of fedavg contradicts what it promises." in verdict(out)
+    assert "fedavg: canaries rule out every ε below 5. Measured" in said
+    assert "5 4.75 1e-06 6.5 contradicted" in said
+
+
+def test_surrogates_are_followed_round_by_round(make: Maker, row: Rower, out: Path) -> None:
+    rows = [row(1, 0.5), row(2, 0.6)]
+    for each in rows:
+        each.metrics |= {"matching": 3.0, "moved": 1.5, "server_steps": 65.0}
+    said = words(write([make("a", rows), make("b", [0.5], method="plain")], out))
+    assert "Surrogates How far synthetic sets are from the records they stand for" in said
+    assert "How far the server's weights moved in a round. How many steps the server took in a round." in said
+    assert "trust region" not in said
+    assert "Surrogates" not in words(write([make("c", [0.5])], out))
+
+
 def test_pictures_of_rounds_are_rows_of_one_figure(make: Maker, out: Path) -> None:
     folder = make("a", [0.5])
     strips = folder / "figures" / "proxy <images>"
@@ -168,8 +229,9 @@ def test_pictures_of_rounds_are_rows_of_one_figure(make: Maker, out: Path) -> No
     for name in ("real.png", "00010.png", "00002.png", "notes.txt"):
         (strips / name).write_bytes(b"\x89PNG")
     (folder / "figures" / "empty").mkdir()
-    assert "round 2 round 10 real proxy <images> of one client, and real ones" in words(write([folder], out))
-    assert "empty" not in words(out)
+    said = words(write([folder, make("b", [0.5], method="plain")], out))
+    assert "from the test set. round 2 round 10 real proxy <images> of fedavg Details" in said
+    assert "empty" not in said
     assert [given["alt"] for tag, given in tags(out) if tag == "img"] == [
         f"proxy <images>, {name}" for name in ("round 2", "round 10", "real")
     ]
@@ -212,6 +274,10 @@ def test_nothing_from_a_file_becomes_markup(make: Maker, row: Rower, out: Path) 
         (folder / "figures").mkdir()
         (folder / "figures" / "<script>'\">.svg").write_text("<svg onload='alert(1)'><script>alert(1)</script></svg>")
         (folder / "split.svg").write_text("</div><script>alert(1)</script>")
+        audited(folder, broken=(raw,), control=1)
+        told = json.loads((folder / "audit.json").read_text())
+        told["attacks"] = {raw: told["attacks"]["loss"]}
+        (folder / "audit.json").write_text(json.dumps(told))
     for chosen in (folders, folders[:1]):
         found = tags(write(chosen, out))
         assert not [tag for tag, _ in found if tag in ("script", "i", "link", "iframe", "object")]
@@ -273,6 +339,9 @@ def test_no_number_has_more_than_six_digits(make: Maker, row: Rower, out: Path) 
         ("environment.json", b"[]", r"environment\.json is damaged \(.*\); restore it or leave this run out"),
         ("ledger.jsonl", b'{"round":1}\n', r"ledger\.jsonl is damaged \(.* line 1 .*\); restore it or leave"),
         ("ledger.jsonl", b"\xff\n", r"ledger\.jsonl is damaged"),
+        ("attack.json", b'{"round": 1}', r"attack\.json is damaged \(.*\); restore it or leave this run out"),
+        ("audit.json", b'{"round": 1}', r"audit\.json is damaged \(.*\); restore it or leave this run out"),
+        ("audit.json", b"[" * 10_000, r"audit\.json is damaged"),
     ],
 )
 def test_a_damaged_folder_is_one_sentence(
@@ -286,6 +355,24 @@ def test_a_damaged_folder_is_one_sentence(
     with pytest.raises(ValueError, match=message):
         write([folder], out)
     assert not out.exists()
+
+
+def test_an_audit_whose_curve_is_no_curve_is_one_sentence(make: Maker, out: Path) -> None:
+    folder = audited(make("a", [0.5]))
+    told = json.loads((folder / "audit.json").read_text())
+    for tpr, message in (([0.0], "more rates of one kind"), ([0, 2, 1], "no share"), ([0, -1, 1], "no share")):
+        told["attacks"]["loss"]["tpr"] = tpr
+        (folder / "audit.json").write_text(json.dumps(told))
+        with pytest.raises(ValueError, match=rf"audit\.json is damaged \(a curve has .*{message}.*\); restore it"):
+            write([folder], out)
+
+
+def test_figures_that_no_axis_holds_are_left_out(make: Maker, row: Rower, out: Path) -> None:
+    rows = [row(n, 0.5, epsilon=spent) for n, spent in enumerate((1e-320, 2.0, 1e308), 1)]
+    for each, value in zip(rows, (-1e308, 1e-320, 1e308), strict=True):
+        each.metrics |= {"matching": value, "radius": value, "cosine": value, "moved": 1e-320}
+    text = write([make("a", rows)], out).read_text()
+    assert text.count("<svg") == 8
 
 
 def test_no_folder_is_one_sentence(tmp_path: Path, out: Path) -> None:

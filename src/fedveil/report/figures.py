@@ -29,7 +29,14 @@ LABELS = {
     "accuracy": "test accuracy",
     "cosine": "cosine, clients to server",
     "cosine_down": "cosine, server to clients",
+    "epsilon": "ε charged so far",
+    "matching": "distance to records",
+    "radius": "radius",
+    "moved": "distance",
+    "server_steps": "steps",
 }
+LEAST, MOST = 1e-9, 1e18  # what is beyond is from a damaged file, and no axis holds it
+AXES = {"rounds": "rounds", "bytes": "bytes sent by all clients so far", "epsilon": "ε charged so far"}
 
 
 def look(i: int) -> dict[str, Any]:
@@ -50,20 +57,28 @@ def size(count: float) -> str:
     return f"{count:.4g}\N{NO-BREAK SPACE}{unit}"
 
 
-def by_bytes(ledger: Ledger, metric: str = "accuracy") -> tuple[list[int], list[float]]:
-    """Bytes sent by all clients so far and a metric, where it was measured."""
-    sent = itertools.accumulate(row.bytes_up for row in ledger.rows)
-    seen = [(s, row.metrics[metric]) for s, row in zip(sent, ledger.rows, strict=True) if metric in row.metrics]
-    return [s for s, _ in seen], [a for _, a in seen]
+def points(ledger: Ledger, against: str = "rounds", metric: str = "accuracy") -> list[tuple[float, float]]:
+    """A metric where it was measured, against one of `AXES`: (place, value) pairs.
+
+    ε is the largest that any client has charged; rounds before the first that is private have none.
+    """
+    measured, sent, charged = [], 0, None
+    for row in ledger.rows:
+        sent, charged = sent + row.bytes_up, charged if row.epsilon is None else row.epsilon
+        place = {"rounds": row.round, "bytes": sent, "epsilon": charged}[against]
+        value = row.epsilon if metric == "epsilon" else row.metrics.get(metric)
+        if place is not None and value is not None:
+            measured.append((place, value))
+    return measured
 
 
 def curves(
     ledgers: Mapping[str, Ledger], against: Sequence[str] = ("rounds", "bytes"), metric: str = "accuracy"
 ) -> Figure:
-    """Test accuracy (or another of `LABELS`) of each run, by name: a panel against rounds, one against the bytes sent
-    by all clients so far. The legend leaves out runs in which it was never measured."""
+    """Test accuracy (or another of `LABELS`) of each run, by name: a panel against each of `AXES` that is asked for.
+    The legend leaves out runs in which it was never measured."""
     width = 4.8 * len(against)
-    measured = [bool(ledger.series(metric)[0]) for ledger in ledgers.values()]
+    measured = [any(points(ledger, axis, metric) for axis in against) for ledger in ledgers.values()]
     chosen = measured if any(measured) else [True] * len(measured)
     names = ["\n".join(textwrap.wrap(name, 36)) for name in itertools.compress(ledgers, chosen)]
     columns = next((n for n in range(min(6, len(names)), 1, -1) if _legend_width(names, n) <= width), 1)
@@ -89,13 +104,13 @@ def _panel(axes: Any, ledgers: Mapping[str, Ledger], against: str, metric: str) 
     """Draw one panel and return its lines."""
     handles, shown = [], []
     for i, ledger in enumerate(ledgers.values()):
-        x, y = ledger.series(metric) if against == "rounds" else by_bytes(ledger, metric)
-        points = [(place, value) for place, value in zip(x, y, strict=True) if place > 0]
-        shown += points
-        step = max(1, len(points) // 8)
+        measured = points(ledger, against, metric)
+        seen = [(place, value) for place, value in measured if LEAST < place < MOST and abs(value) < MOST]
+        shown += seen
+        step = max(1, len(seen) // 8)
         (line,) = axes.plot(
-            [place for place, _ in points],
-            [value for _, value in points],
+            [place for place, _ in seen],
+            [value for _, value in seen],
             **look(i),
             markevery=(i % step, step),
             markersize=5,
@@ -105,8 +120,13 @@ def _panel(axes: Any, ledgers: Mapping[str, Ledger], against: str, metric: str) 
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#d8d8d8", linewidth=0.6)
     axes.set_ylabel(LABELS[metric])
+    low, high = (pick((y for _, y in shown), default=0) for pick in (min, max))
     if metric == "accuracy":
         axes.yaxis.set_major_formatter(PercentFormatter(1))
+    elif high > 20 * low > LEAST and metric == "matching":
+        axes.set_yscale("log")
+    elif not metric.startswith("cosine"):
+        axes.set_ylim(min(0, low), max(1.08 * high, LEAST))
     if not shown:
         axes.text(0.5, 0.5, f"no {metric} measured yet", ha="center", transform=axes.transAxes)
         axes.set(xticks=[], yticks=[])
@@ -118,9 +138,9 @@ def _panel(axes: Any, ledgers: Mapping[str, Ledger], against: str, metric: str) 
         axes.set_xscale("log")
         axes.set_xlim(low / margin, high * margin)
         axes.set_xticks(_ticks(low / margin, high * margin))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda count, _: size(count)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x) if against == "bytes" else f"{x:g}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("rounds" if against == "rounds" else "bytes sent by all clients so far")
+    axes.set_xlabel(AXES[against])
     return handles
 
 
@@ -152,6 +172,23 @@ def densities(samples: Mapping[str, Tensor], label: str) -> Figure:
     axes.set(xlabel=label, ylabel="density")
     if len(samples) <= 12:
         axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def roc(attacks: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Figure:
+    """ROC curves by name, false- and true-positive rates each, on logarithmic axes: what matters is few false ones."""
+    figure = Figure(figsize=(4.8, 3.8), layout="constrained")
+    axes = figure.add_subplot()
+    least = min((rate for fpr, tpr in attacks.values() for rate in (*fpr, *tpr) if rate > 0), default=1e-3)
+    axes.plot([least, 1], [least, 1], color="#888888", linewidth=1, label="guessing")
+    for i, (name, (fpr, tpr)) in enumerate(attacks.items()):
+        style = {key: value for key, value in look(i).items() if key != "marker"}
+        axes.plot(np.maximum(fpr, least), np.maximum(tpr, least), **style, linewidth=1.6, label=name)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#d8d8d8", linewidth=0.6)
+    axes.set(xscale="log", yscale="log", xlabel="false-positive rate", ylabel="true-positive rate")
+    for text in axes.legend(frameon=False, fontsize=8, loc="lower right").get_texts():
+        text.set_parse_math(False)
     return figure
 
 

@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fedveil.ledger import Ledger
-from fedveil.report.figures import by_bytes
+from fedveil.report.figures import points
+
+if TYPE_CHECKING:
+    from fedveil.attacks.membership import Audit
 
 
 class Attack(msgspec.Struct):
@@ -42,6 +45,7 @@ class Run:
     environment: dict[str, Any]
     ledger: Ledger
     attack: Attack | None = None
+    audit: Audit | None = None
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -51,6 +55,16 @@ class Run:
     def accuracies(self) -> list[float]:
         """Test accuracy each time it was measured."""
         return self.ledger.series("accuracy")[1]
+
+    @property
+    def fixed_noise(self) -> bool:
+        """Whether what should have been private randomness was that of a test."""
+        return bool(self.environment.get("insecure_test_noise"))
+
+    @property
+    def privacy(self) -> tuple[str, dict[str, Any]] | None:
+        """What is private, a record or a user, and how the recipe says so; None: nothing is."""
+        return _privacy(self.recipe["method"])
 
     @property
     def setting(self) -> tuple[Any, Any]:
@@ -78,7 +92,7 @@ class Run:
 
     def bytes_to(self, level: float) -> int:
         """Bytes sent by all clients when accuracy first reached `level`, which it must have."""
-        return next(sent for sent, accuracy in zip(*by_bytes(self.ledger), strict=True) if accuracy >= level)
+        return next(int(sent) for sent, accuracy in points(self.ledger, "bytes") if accuracy >= level)
 
 
 def read(folders: Sequence[Path]) -> list[Run]:
@@ -129,17 +143,40 @@ def _read(folder: Path) -> Run:
         rows = Ledger.read(path) if path.is_file() else Ledger()
         path = folder / "attack.json"
         attack = msgspec.json.decode(path.read_bytes(), type=Attack) if path.is_file() else None
+        path = folder / "audit.json"
+        audit = _audit(path.read_bytes()) if path.is_file() else None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}); restore it or leave this run out") from None
     method = table.get("method")
     if not isinstance(method, dict) or not isinstance(method.get("name"), str):
         raise ValueError(f'{recipe} names no method; put name = "..." under its [method]')
-    return Run(folder, _title(method), text, table, where, rows, attack)
+    return Run(folder, _title(method), text, table, where, rows, attack, audit)
+
+
+def _audit(data: bytes) -> Audit:
+    from fedveil.attacks.membership import Audit
+
+    found = msgspec.json.decode(data, type=Audit)
+    for each in (*found.attacks.values(), found.control):
+        if len(each.fpr) != len(each.tpr):
+            raise ValueError("a curve has more rates of one kind than of the other")
+        if not all(rate == 0 or 1e-9 < rate <= 1 for rate in (*each.fpr, *each.tpr)):
+            raise ValueError("a curve has a rate that is no share of records")
+    return found
 
 
 def _title(method: dict[str, Any]) -> str:
-    """The method's name, and the codec's where it is not the method's own."""
+    """The method's name, the codec's where it is not the method's own, and whether it is private."""
     up = method.get("up")
     codec = up.get("name") if isinstance(up, dict) else None
-    plain = not isinstance(codec, str) or codec in ("raw", method["name"])
-    return str(method["name"]) if plain else f"{method['name']} + {codec}"
+    parts = [method["name"]]
+    if isinstance(codec, str) and codec not in ("raw", method["name"]):
+        parts.append(codec)
+    return " + ".join([*parts, "DP"] if _privacy(method) else parts)
+
+
+def _privacy(method: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    for unit, key in (("record", "privacy"), ("user", "user_privacy")):
+        if isinstance(table := method.get(key), dict):
+            return unit, table
+    return None

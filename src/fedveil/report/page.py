@@ -1,23 +1,25 @@
 """The page: HTML from runs.
 
-Every text that comes from a file goes through `escape`; pictures from files are shown as images, which run nothing.
+Every text that comes from a file goes through `escape` or `markup`; pictures from files are shown as images, which run
+nothing.
 """
 
 from __future__ import annotations
 
-import base64
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from fedveil import __version__
-from fedveil.ledger import Ledger, Row, figure
-from fedveil.report.figures import curves, look, size, svg
+from fedveil.ledger import Ledger, Row
+from fedveil.report.figures import look, size
 from fedveil.report.folder import Run
-from fedveil.report.words import duration, percent, secured, verdict
+from fedveil.report.leaks import attacks, audits, privacy, sums
+from fedveil.report.markup import cell, charts, figure, image, table
+from fedveil.report.words import duration, percent, verdict
 
 BLOCKS = 50  # rows of a table of rounds
 COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (  # of the table of runs: head, key of the summary, form
@@ -27,16 +29,20 @@ COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (  # of the table o
     ("bytes up", "bytes_up", size),
     ("bytes down", "bytes_down", size),
     ("up per client and round", "bytes_up_per_client_round", size),
-    ("failed answers", "clients_failed", figure),
+    ("failed answers", "clients_failed", "{:,}".format),
     ("ε", "epsilon", "{:.4g}".format),
     ("time", "seconds", duration),
 )
-ATTACKED = {  # columns of the table of attacks: name in the file, head
-    "control": "control",
-    "direct": "decoded by itself",
-    "differential": "left out of the mean",
-    "baseline": "baseline",
-    "own": "own part",
+FIDELITY = {  # metrics of runs that encode, and what they are
+    "cosine": "Cosine of the update that a client means and the one that the server decodes, mean over clients.",
+    "cosine_down": "Cosine of the step that the server means and the one that clients decode.",
+}
+SURROGATES = {  # and of runs whose server trains on clients' synthetic sets
+    "matching": "How far synthetic sets are from the records they stand for, in the method's own measure (gradients or "
+    "features), mean over clients; with privacy the records' gradients are noised.",
+    "radius": "The radius of the server's trust region.",
+    "moved": "How far the server's weights moved in a round.",
+    "server_steps": "How many steps the server took in a round.",
 }
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
@@ -65,14 +71,18 @@ def page(runs: Sequence[Run]) -> str:
 <main>
 <h2>Accuracy</h2>
 <div class="figures">
-{_curves(runs, "rounds", "Test accuracy after each round.")}
-{_curves(runs, "bytes", "The same against what all clients together have sent so far; further left is cheaper.")}
+{charts(runs, "rounds", "Test accuracy after each round.")}
+{charts(runs, "bytes", "The same against what all clients together have sent so far; further left is cheaper.")}
 </div>
 <h2>Numbers</h2>
 {_summaries(runs)}
-{_fidelity(runs)}
-{_attacks(runs)}
-{_secured(runs)}
+{privacy(runs)}
+{audits(runs)}
+{_measured(runs, "Fidelity", FIDELITY)}
+{_measured(runs, "Surrogates", SURROGATES)}
+{_exhibits(runs)}
+{attacks(runs)}
+{sums(runs)}
 {_splits(runs)}
 <h2>Details</h2>
 {"".join(_details(run, opened=len(runs) == 1) for run in runs)}
@@ -92,14 +102,9 @@ def _setting(run: Run) -> str:
 
 
 def _warning(runs: Sequence[Run]) -> str:
-    names = ", ".join(run.name for run in runs if run.environment.get("insecure_test_noise"))
+    names = ", ".join(run.name for run in runs if run.fixed_noise)
     said = f"Insecure test noise: the private randomness of {names} was fixed, so noise protects nobody there."
     return f'<p class="warning" role="note">{escape(said)}</p>\n' if names else ""
-
-
-def _curves(runs: Sequence[Run], against: str, caption: str, metric: str = "accuracy") -> str:
-    drawn = svg(curves({run.name: run.ledger for run in runs}, [against], metric))
-    return _figure(drawn.replace("<svg", f'<svg role="img" aria-label="{caption}"', 1), caption)
 
 
 def _summaries(runs: Sequence[Run]) -> str:
@@ -115,49 +120,31 @@ def _summaries(runs: Sequence[Run]) -> str:
         cells = [
             f'<th scope="row"><span class="key" style="{line}"></span><span class="name">{escape(run.name)}</span></th>'
         ]
-        cells.append(_cell(run.rounds))
+        cells.append(cell(run.rounds))
         for _, key, form in columns:
             value = run.summary[key]
-            cells.append(_cell("–" if value is None else form(value), "best" if value == best.get(key, ...) else ""))
+            cells.append(cell("–" if value is None else form(value), "best" if value == best.get(key, ...) else ""))
         body.append("".join(cells))
-    return _table(["run", "rounds", *(head for head, _, _ in columns)], body, "Numbers of each run")
+    return table(["run", "rounds", *(head for head, _, _ in columns)], body, "Numbers of each run")
 
 
-def _fidelity(runs: Sequence[Run]) -> str:
-    """How near what was decoded was to what was meant, of the runs that encode."""
-    captions = {
-        "cosine": "Cosine of the update that a client means and the one that the server decodes, mean over clients.",
-        "cosine_down": "Cosine of the step that the server means and the one that clients decode.",
-    }
-    drawn = [_curves(runs, "rounds", captions[m], m) for m in captions if any(r.ledger.series(m)[0] for r in runs)]
-    return f'<h2>Fidelity</h2>\n<div class="figures halves">\n{"".join(drawn)}</div>' if drawn else ""
+def _measured(runs: Sequence[Run], title: str, captions: Mapping[str, str]) -> str:
+    """A section of metrics by round, of those that any run has."""
+    drawn = [charts(runs, "rounds", captions[m], m) for m in captions if any(r.ledger.series(m)[0] for r in runs)]
+    return f'<h2>{title}</h2>\n<div class="figures halves">\n{"".join(drawn)}</div>' if drawn else ""
 
 
-def _attacks(runs: Sequence[Run]) -> str:
-    """How near a server that averages codes comes to single updates: means over the clients attacked."""
-    body = []
-    for run in runs:
-        if run.attack and run.attack.clients:
-            figures = (getattr(run.attack, name) for name in ATTACKED)
-            cells = [_cell(f"{sum(values) / max(len(values), 1):.3f}") for values in figures]
-            name = f'<th scope="row"><span class="name">{escape(run.name)}</span></th>'
-            body.append("".join([name, _cell(str(run.attack.round)), _cell(str(len(run.attack.clients))), *cells]))
-    if not body:
+def _exhibits(runs: Sequence[Run]) -> str:
+    """What the synthetic sets of each run look like, round after round."""
+    folders = [(run, path) for run in runs for path in sorted((run.folder / "figures").glob("*/"))]
+    drawn = "".join(_strips(path, run.name) for run, path in folders)
+    if not drawn:
         return ""
     said = (
-        "Measured: a server that holds the decoder decodes one client's codes, or leaves the client out of the mean. "
-        "Cosines with the client's true update, means over a cohort: 1 is all of it. The control is the same attack on "
-        "a code that loses nothing, the baseline another client's update, and the own part is what remains of both "
-        "when the cohort's mean is taken away: 0 would be nothing."
+        "The first images that clients sent in some rounds, each in its own range from black to white, "
+        "and real ones of the same classes from the test set."
     )
-    table = _table(["run", "round", "clients", *ATTACKED.values()], body, "Attacks on codes")
-    return f'<h2>Attacks</h2>\n<p class="note">{said}</p>\n{table}'
-
-
-def _secured(runs: Sequence[Run]) -> str:
-    """What the server saw of runs with secure sums."""
-    said = "".join(f'<p class="note">{escape(text)}</p>\n' for run in runs if (text := secured(run)))
-    return f"<h2>What the server saw</h2>\n{said}" if said else ""
+    return f'<h2>What clients sent</h2>\n<p class="note">{said}</p>\n<div class="figures halves">\n{drawn}</div>'
 
 
 def _splits(runs: Sequence[Run]) -> str:
@@ -165,21 +152,20 @@ def _splits(runs: Sequence[Run]) -> str:
     shown: dict[str, list[str]] = {}
     for run in runs:
         if (path := run.folder / "split.svg").is_file():
-            shown.setdefault(_image(path, "How the records are split over the clients"), []).append(run.name)
+            shown.setdefault(image(path, "How the records are split over the clients"), []).append(run.name)
     if not shown:
         return ""
     figures = ""
-    for image, names in shown.items():
+    for picture, names in shown.items():
         whose = f" of {', '.join(names)}" if len(shown) > 1 else ""
-        figures += _figure(image, f"What each client{whose} holds.")
+        figures += figure(picture, f"What each client{whose} holds.")
     return f'<h2>Split</h2>\n<div class="figures split">{figures}</div>'
 
 
 def _details(run: Run, opened: bool) -> str:
     environment = " · ".join(f"{key} {value}" for key, value in run.where.items())
-    drawn = [_figure(_image(path, path.stem), path.stem) for path in _pictures(run.folder / "figures")]
-    drawn += [_strips(path) for path in sorted((run.folder / "figures").glob("*/"))]
-    figures = "".join(drawn)
+    pictures = [path for path in _pictures(run.folder / "figures") if not (run.audit and path.name == "audit.svg")]
+    figures = "".join(figure(image(path, path.stem), path.stem) for path in pictures)
     return f"""<details{" open" if opened else ""}>
 <summary>{escape(run.name)}<span>{escape(run.rounds)} rounds</span></summary>
 <div class="run">
@@ -199,13 +185,13 @@ def _pictures(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*") if path.suffix in (".svg", ".png") and path.is_file())
 
 
-def _strips(folder: Path) -> str:
+def _strips(folder: Path, run: str) -> str:
     """A folder of pictures as one figure, a row a picture; rounds are told by their numbers."""
     rows = ""
     for path in _pictures(folder):
         name = f"round {int(path.stem)}" if path.stem.isdecimal() else path.stem
-        rows += f'<div class="strip"><span>{escape(name)}</span>{_image(path, f"{folder.name}, {name}")}</div>'
-    return _figure(rows, f"{folder.name} of one client, and real ones of the same classes") if rows else ""
+        rows += f'<div class="strip"><span>{escape(name)}</span>{image(path, f"{folder.name}, {name}")}</div>'
+    return figure(rows, f"{folder.name} of {run}") if rows else ""
 
 
 def _layers(ledger: Ledger) -> str:
@@ -214,15 +200,16 @@ def _layers(ledger: Ledger) -> str:
     for name in dict.fromkeys(name for row in ledger.rows for name in row.metrics if name.startswith("cosine/")):
         _, values = ledger.series(name)
         seen = (values[0], sum(values) / len(values), values[-1])
-        cells = "".join(_cell(f"{value:.3f}") for value in seen)
+        cells = "".join(cell(f"{value:.3f}") for value in seen)
         body.append(f'<th scope="row">{escape(name.removeprefix("cosine/"))}</th>{cells}')
     head = ["layer", "cosine in the first round", "mean", "in the last round"]
-    return f"<h3>Layers</h3>\n{_table(head, body, 'Cosine of each layer')}" if body else ""
+    return f"<h3>Layers</h3>\n{table(head, body, 'Cosine of each layer')}" if body else ""
 
 
 def _rounds(rows: Sequence[Row]) -> str:
     """The ledger in at most `BLOCKS` rows: of a long one, several rounds share a row."""
     step = -(-len(rows) // BLOCKS) or 1
+    spent = any(row.epsilon is not None for row in rows)
     body = []
     for block in (rows[i : i + step] for i in range(0, len(rows), step)):
         first, last = block[0].round, block[-1].round
@@ -230,12 +217,15 @@ def _rounds(rows: Sequence[Row]) -> str:
         missing = _tally(reason for row in block for reason in row.missing.values())
         events = _tally(event for row in block for event in row.events)
         cells = [f'<th scope="row">{first if first == last else f"{first}–{last}"}</th>']
-        cells.append(_cell(percent(accuracy[-1]) if accuracy else "–"))
-        cells += [_cell(size(sum(row.bytes_up for row in block))), _cell(size(sum(row.bytes_down for row in block)))]
-        cells += [_cell(missing, "words"), _cell(events, "words")]
+        cells.append(cell(percent(accuracy[-1]) if accuracy else "–"))
+        if spent:
+            charged = [row.epsilon for row in block if row.epsilon is not None]
+            cells.append(cell(f"{charged[-1]:.4g}" if charged else "–"))
+        cells += [cell(size(sum(row.bytes_up for row in block))), cell(size(sum(row.bytes_down for row in block)))]
+        cells += [cell(missing, "words"), cell(events, "words")]
         body.append("".join(cells))
-    head = ["round", "accuracy", "bytes up", "bytes down", "missing", "events"]
-    return _table(head, body, "Rounds") if body else '<p class="note">No round is done yet.</p>'
+    head = ["round", "accuracy", *(["ε"] if spent else []), "bytes up", "bytes down", "missing", "events"]
+    return table(head, body, "Rounds") if body else '<p class="note">No round is done yet.</p>'
 
 
 def _tally(texts: Iterable[str], most: int = 4) -> str:
@@ -244,26 +234,3 @@ def _tally(texts: Iterable[str], most: int = 4) -> str:
     said = [text if n == 1 else f"{n} × {text}" for text, n in seen.most_common(most)]
     rest = sum(seen.values()) - sum(n for _, n in seen.most_common(most))
     return "; ".join([*said, f"{rest} more"] if rest else said)
-
-
-def _table(head: Sequence[str], body: Sequence[str], label: str) -> str:
-    """A table in a box of its own to scroll in, from HTML rows."""
-    heads = "".join(f'<th scope="col">{name}</th>' for name in head)
-    rows = "\n".join(f"<tr>{row}</tr>" for row in body)
-    return (
-        f'<div class="scroll" role="region" aria-label="{label}" tabindex="0"><table>\n'
-        f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table></div>"
-    )
-
-
-def _cell(text: str, kind: str = "") -> str:
-    return f'<td class="{kind}">{escape(text)}</td>' if kind else f"<td>{escape(text)}</td>"
-
-
-def _figure(picture: str, caption: str) -> str:
-    return f'<figure><div class="figure">{picture}</div><figcaption>{escape(caption)}</figcaption></figure>\n'
-
-
-def _image(path: Path, alt: str) -> str:
-    kind = "svg+xml" if path.suffix == ".svg" else "png"
-    return f'<img alt="{escape(alt)}" src="data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}">'

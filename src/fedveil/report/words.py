@@ -35,9 +35,21 @@ def verdict(runs: Sequence[Run]) -> str:
         said += _compared(measured)
     said += [f"{run.name} has no measured accuracy yet." for run in runs if not run.accuracies]
     said += [f"{run.name} is unfinished: {run.rounds} rounds are done." for run in runs if run.unfinished]
+    said += [f"The audit of {run.name} contradicts what it promises." for run in runs if run.audit and run.audit.broken]
     if any(run.setting != runs[0].setting for run in runs):
         said.append("The runs differ in task or split, so compare them with care.")
     return " ".join(said)
+
+
+def private(run: Run) -> str:
+    """What the accountant charged, of a run that is private; nothing of any other run."""
+    if run.summary["epsilon"] is None or run.privacy is None:
+        return ""
+    unit, how = run.privacy
+    kind = "which proves nothing, because its noise was fixed" if run.fixed_noise else "proved"
+    delta = f" at δ = {how['delta']:g}" if isinstance(how.get("delta"), float) else ""
+    spent = f"ε = {run.summary['epsilon']:.4g}{delta} for each {unit} ({kind})"
+    return f"{run.name}: after {plural(len(run.ledger.rows), 'round')} the accountant had charged {spent}."
 
 
 def secured(run: Run) -> str:
