@@ -152,7 +152,7 @@ def shakespeare(bench: Bench) -> dict[str, Any]:
     """The same on Shakespeare's roles."""
     bench.pair(_pair_of("shakespeare/fedage", bench), OWN)
     named = {f"shakespeare/{name}": what for name, what in SHAKESPEARE.items()}
-    return {name: bench.run(name, *_widened(bench, *what), 20) for name, what in named.items()}
+    return {name: bench.run(name, *_widened(bench, *what), 30) for name, what in named.items()}
 
 
 def _small(bench: Bench) -> tuple[str, ...]:

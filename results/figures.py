@@ -40,6 +40,10 @@ SUMMED = ("fedage", "fedage-linear", "fedage-secure", "fedavg-secure", "baffle-c
 CLASSES = ("fedavg-classes", "fedprox-classes", "scaffold-classes")
 CODECS = ("fedavg", "fedavg-half", "fedavg-qsgd", "fedavg-top-k", "tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit")
 CURVES = ("fedavg", "fedavg-qsgd", "fedavg-top-k", "tofu-8bit", "fedsynth-8bit")
+FEDAGE = (
+    ("mnist/fedavg-batch-100", "mnist/fedage-iid", "mnist/fedage-iid-linear", "mnist/fedage-iid-paper"),
+    ("mnist/fedavg-batch-100-shards", "mnist/fedage-shards", "mnist/fedage-shards-linear"),
+)
 LENET5 = 61_706  # weights, in 10 tensors
 TOFU = ("tofu-32", "tofu-64", "tofu-128", "tofu-64-half", "tofu-64-8bit")
 PAPER = {
@@ -350,6 +354,90 @@ def tofu_run() -> str:
     return table(head, rows)
 
 
+# ---------------------------------------------------------------------------------------------------- FedAGE
+
+
+def measured(name: str) -> dict[str, Any]:
+    """What results/fedage.py or results/fedlap.py wrote."""
+    found: dict[str, Any] = json.loads((HERE / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def fedage_pairs() -> str:
+    """σ_ν of learned pairs beside the floor of the linear code, a row for b and s, by cohort."""
+    rows: dict[tuple[int, int], list[str]] = {}
+    for one in measured("fedage/pairs")["pairs"]:
+        told = f"{one['spread']:.3f} / {one['floor']:.3f} = {one['ratio']:.3f}"
+        rows.setdefault((one["block"], one["levels"]), []).append(told)
+    cohorts = [f"m = {m}" for m in dict.fromkeys(one["cohort"] for one in measured("fedage/pairs")["pairs"])]
+    return table(("b", "s", *cohorts), [(str(b), str(levels), *told) for (b, levels), told in rows.items()], 0)
+
+
+def fedage_cohorts() -> str:
+    """The recipes' pairs with cohorts that are not their own."""
+    chosen = [one for one in measured("fedage/pairs")["pairs"] if "others" in one]
+    rows = [
+        (str(one["cohort"]), ", ".join(f"{value:.3f} of {size}" for size, value in one["others"].items()))
+        for one in chosen
+    ]
+    return table(("trained for a cohort of", "σ_ν / floor when it decodes the mean"), rows, 2)
+
+
+def fedage_errors() -> str:
+    rows = [
+        (
+            name,
+            f"{one['spread']:.3f}",
+            f"{one['mean']:.4f}",
+            f"{one['skewness']:.4f}",
+            f"{one['excess_kurtosis']:.4f}",
+            f"{one['p']:.3f}",
+            "yes" if one["again_the_same"] else "no",
+        )
+        for name, one in measured("fedage/errors").items()
+        if name in ("learned", "linear")
+    ]
+    head = ("code", "σ_ν", "mean", "skewness", "excess kurtosis", "p of normality", "the same for the same inputs")
+    return table(head, rows)
+
+
+def fedage_sweep() -> str:
+    factors = {k: v for k, v in measured("fedage/sweep").items() if isinstance(v, dict)}
+    rows = [
+        (name, percent(one["accuracy"]), percent(one["accuracy_last3"]), f"{one['cosine']:.3f}")
+        for name, one in factors.items()
+    ]
+    head = ("n, times the largest entry", "accuracy, %", "mean of last 3, %", "cosine of one client's code")
+    return table(head, rows)
+
+
+def fedage_runs(*groups: tuple[str, ...]) -> str:
+    """FedAGE beside FedAvg; the first of each group is FedAvg on the same clients."""
+    rows = []
+    for names in groups:
+        plain = Run(names[0])
+        for run in map(Run, names):
+            cosine, last = run.mean("cosine"), run.summary["accuracy_last3"]
+            apart = 100 * (last - plain.summary["accuracy_last3"])
+            rows.append(
+                (
+                    f"`{run.name}`",
+                    run.sends,
+                    str(run.recipe["rounds"]),
+                    percent(run.summary["accuracy"]),
+                    percent(last),
+                    f"{apart:+.2f}",
+                    count(run.up),
+                    f"{cosine:.3f}" if cosine else "",
+                )
+            )
+    head = (
+        *("run", "a client sends", "rounds", "accuracy, %", "mean of last 3, %", "against FedAvg, points"),
+        *("bytes up, a client and round", "mean cosine"),
+    )
+    return table(head, rows, 2)
+
+
 def bench() -> str:
     parts = []
     for path in sorted(HERE.glob("bench*.json")):
@@ -379,6 +467,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "mnist tofu": tofu,
     "mnist tofu messages": tofu_messages,
     "mnist tofu run": tofu_run,
+    "fedage pairs": fedage_pairs,
+    "fedage cohorts": fedage_cohorts,
+    "fedage errors": fedage_errors,
+    "fedage sweep": fedage_sweep,
+    "mnist fedage": lambda: fedage_runs(*FEDAGE),
     "mnist commands": lambda: commands(f"mnist/{path.name}" for path in sorted((HERE / "mnist").iterdir())),
     "bench": bench,
 }
