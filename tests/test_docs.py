@@ -227,6 +227,7 @@ SECTIONS = {
     "The merge": (fv.Merge, "method.merge."),
     "The secure sum": (fv.SecureSum, "method.secure."),
     "Differential privacy": (fv.DpSgd, "method.privacy."),
+    "User-level privacy": (fv.UserLevel, "method.user_privacy."),
 }
 
 

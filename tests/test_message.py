@@ -42,7 +42,7 @@ from fedveil.message import (
 )
 from fedveil.updates.codec import Update
 from fedveil.updates.down import Train
-from fedveil.updates.raw import FairUpdate
+from fedveil.updates.fair import FairUpdate
 
 REASONS = {
     *("truncated", "trailing bytes", "too large", "malformed", "not a frame", "wrong version", "wrong kind"),

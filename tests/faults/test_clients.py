@@ -13,7 +13,7 @@ from fedveil.engines import Local
 from fedveil.federation import read_answer
 from fedveil.message import Envelope, Refused, frame
 from fedveil.updates.codec import Update
-from fedveil.updates.raw import TrainControlled
+from fedveil.updates.scaffold import TrainControlled
 from toys import Tamper, Twice, linear_task
 
 LOCAL = fv.Local(lr=0.5, batch=4)
