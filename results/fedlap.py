@@ -69,6 +69,11 @@ def private(of: str, rounds: int) -> list[Run]:
 RUNS: dict[str, list[Run]] = {
     "rounds": [*clear("mnist", 10), *clear("fashion-mnist", 10)],
     "private": [*private("mnist", 15), *private("fashion-mnist", 15)],
+    "rates": [  # which rate is best for DP-FedAvg
+        Run(f"rates/{rate}", "mnist/dp-fedavg", (f"method.local.lr={rate}",), 5)
+        for rate in (0.02, 0.05, 0.2, 0.5)
+        if "mnist/dp-fedavg" in recipe.names()
+    ],
     "radius": [  # table 3
         Run(f"radius/{region}", "mnist/fedlap", (f"method.region={region}",), 5)
         for region in ("min", "max", "median", "fixed")

@@ -44,6 +44,13 @@ FEDAGE = (
     ("mnist/fedavg-batch-100", "mnist/fedage-iid", "mnist/fedage-iid-linear", "mnist/fedage-iid-paper"),
     ("mnist/fedavg-batch-100-shards", "mnist/fedage-shards", "mnist/fedage-shards-linear"),
 )
+BAFFLE = {  # run: the paper's accuracy, table 1
+    "fedavg-baffle-lenet": 94.3,
+    "baffle-lenet-100": 87.3,
+    "baffle-lenet-100-half": None,
+    "baffle-lenet-100-no-ema": None,
+    "fedavg-baffle-wrn": 97.1,
+}
 LENET5 = 61_706  # weights, in 10 tensors
 TOFU = ("tofu-32", "tofu-64", "tofu-128", "tofu-64-half", "tofu-64-8bit")
 PAPER = {
@@ -438,6 +445,31 @@ def fedage_runs(*groups: tuple[str, ...]) -> str:
     return table(head, rows, 2)
 
 
+# ---------------------------------------------------------------------------------------------------- BAFFLE
+
+
+def baffle() -> str:
+    """Forward-only training beside backpropagation with the same network and optimiser, and the paper's table 1."""
+    rows = []
+    for name, paper in BAFFLE.items():
+        run = Run(f"mnist/{name}")
+        method = run.recipe["method"]
+        passes = sum(row.passes for row in run.ledger.rows) / len(run.ledger.rows)
+        rows.append(
+            (
+                f"`{name}`",
+                str(method.get("directions", "")),
+                percent(run.summary["accuracy"]),
+                percent(run.summary["accuracy_last3"]),
+                "" if paper is None else f"{paper:.1f}",
+                count(passes),
+                f"{run.summary['seconds'] / run.recipe['rounds']:.1f}",
+            )
+        )
+    head = ("run", "K", "accuracy, %", "mean of last 3, %", "paper, %", "passes a round", "seconds a round")
+    return table(head, rows)
+
+
 def bench() -> str:
     parts = []
     for path in sorted(HERE.glob("bench*.json")):
@@ -472,6 +504,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "fedage errors": fedage_errors,
     "fedage sweep": fedage_sweep,
     "mnist fedage": lambda: fedage_runs(*FEDAGE),
+    "shakespeare": lambda: fedage_runs(("shakespeare/fedavg", "shakespeare/fedage")),
+    "shakespeare commands": lambda: commands(("shakespeare/fedavg", "shakespeare/fedage")),
+    "mnist baffle": baffle,
     "mnist commands": lambda: commands(f"mnist/{path.name}" for path in sorted((HERE / "mnist").iterdir())),
     "bench": bench,
 }
