@@ -36,6 +36,23 @@ def test_value_and_gradients(settings):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("settings", [{}, {"stride": 2}, {"stride": 1}, {"padding": 1}, {"ceil_mode": True}], ids=str)
+def test_mean_pools(settings):
+    x = torch.randn(3, 2, 7, 6, dtype=torch.float64, requires_grad=True)
+    pool = torch.nn.AvgPool2d(2, **settings)
+
+    def second():
+        out = vmap(pool)(x[:, None]).tanh()
+        (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return out, first, *torch.autograd.grad(first.sin().sum(), x)
+
+    with Products():
+        ours = second()
+        assert (pool(x).grad_fn.name() == "MeanBackward1") == (settings in ({}, {"stride": 2}))
+    for one, other in zip(ours, second(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("shape", [(5, 4), (2, 3, 4), (700, 4)], ids=str)  # the last sum is long enough to be cut
 def test_linear_layers(shape):
     draw = torch.Generator().manual_seed(0)

@@ -20,7 +20,7 @@ from fedveil.windows import Window, windows
 
 
 class Products(TorchFunctionMode):
-    """While active, linear layers and 2-D convolutions without groups are computed as products."""
+    """While active, linear layers and 2-D convolutions without groups are products, and mean pools are means."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -30,6 +30,8 @@ class Products(TorchFunctionMode):
             return conv2d(*args, **kwargs)
         if func is F.linear:
             return linear(*args, **kwargs)
+        if func is F.avg_pool2d:
+            return avg_pool2d(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -60,6 +62,20 @@ def conv2d(
     result = product(weight.flatten(1), windows(x, window))  # [O, B·rows·columns]
     result = result.view(out, len(x), *window.over(*x.shape[2:])).transpose(0, 1)
     return result if bias is None else result + bias[:, None, None]
+
+
+def avg_pool2d(
+    x: Tensor, kernel_size: int | list[int], stride: int | list[int] | None = None, *more: Any, **options: Any
+) -> Tensor:
+    """`F.avg_pool2d`; where tiles do not overlap a mean, whose derivative costs a fraction of the kernel's."""
+    (kh, kw), steps = _pair(kernel_size), _pair(stride or kernel_size)
+    if more not in ((), (0,), (0, False), (0, False, True), (0, False, True, None)) or options or steps != (kh, kw):
+        with torch._C.DisableTorchFunction():
+            return F.avg_pool2d(x, kernel_size, stride, *more, **options)
+    rows, columns = x.shape[-2] // kh, x.shape[-1] // kw
+    tiles = x[..., : rows * kh, : columns * kw].unflatten(-1, (columns, kw)).unflatten(-3, (rows, kh))
+    mean: Tensor = tiles.mean((-1, -3))
+    return mean
 
 
 def product(w: Tensor, x: Tensor) -> Tensor:
