@@ -408,6 +408,18 @@ def fedage_errors() -> str:
     return table(head, rows)
 
 
+def attacked() -> str:
+    """What the server finds of single clients' updates in the round after a run's last: cosines over its clients."""
+    rows = []
+    for name in ("fedage", "fedage-secure"):
+        found = measured(f"digits/{name}/attack")
+        ranges = (
+            f"{min(found[key]):.3f} to {max(found[key]):.3f}" for key in ("control", "direct", "differential", "own")
+        )
+        rows.append((f"`{name}`", *ranges))
+    return table(("run", "control", "direct decode", "differential attack", "without the cohort's mean"), rows)
+
+
 def fedage_sweep() -> str:
     factors = {k: v for k, v in measured("fedage/sweep").items() if isinstance(v, dict)}
     rows = [
@@ -499,6 +511,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "mnist tofu": tofu,
     "mnist tofu messages": tofu_messages,
     "mnist tofu run": tofu_run,
+    "digits attack": attacked,
     "fedage pairs": fedage_pairs,
     "fedage cohorts": fedage_cohorts,
     "fedage errors": fedage_errors,
