@@ -35,11 +35,11 @@ from fedveil.runs import environment
 CLEAR = {  # name: recipe of a data set's folder, changes
     "fedlap": ("fedlap", ()),
     "feddm": ("feddm", ()),
-    "fedavg-2x5": ("fedavg-2x5", ()),
-    "fedavg-2x5-slow": ("fedavg-2x5", ("method.local.lr=0.01",)),
-    "fedprox-2x5": ("fedprox-2x5", ()),
-    "scaffold-2x5": ("scaffold-2x5", ()),
-    "scaffold-2x5-slow": ("scaffold-2x5", ("method.local.lr=0.01",)),
+    "fedavg-2class": ("fedavg-2class", ()),
+    "fedavg-2class-slow": ("fedavg-2class", ("method.local.lr=0.01",)),
+    "fedprox-2class": ("fedprox-2class", ()),
+    "scaffold-2class": ("scaffold-2class", ()),
+    "scaffold-2class-slow": ("scaffold-2class", ("method.local.lr=0.01",)),
 }
 PRIVATE = ("fedlap-dp", "dp-fedavg", "dp-fedprox")  # those that there are
 AUGMENT = 'method.augment="flip crop scale rotate color"'
@@ -67,8 +67,8 @@ def private(of: str, rounds: int) -> list[Run]:
 
 
 RUNS: dict[str, list[Run]] = {
-    "rounds": [*clear("mnist", 10), *clear("fashion-mnist", 10)],
-    "private": [*private("mnist", 15), *private("fashion-mnist", 15)],
+    "rounds": [*clear("mnist", 10), *clear("fashion", 10)],
+    "private": [*private("mnist", 15), *private("fashion", 15)],
     "rates": [  # which rate is best for DP-FedAvg
         Run(f"rates/{rate}", "mnist/dp-fedavg", (f"method.local.lr={rate}",), 5)
         for rate in (0.02, 0.05, 0.2, 0.5)

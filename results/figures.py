@@ -35,7 +35,7 @@ DIGITS = (  # in the order of the table; the first is what the others are compar
     *("fedavg-top-k-0.06", "fedavg-top-k-0.0155", "fedavg-top-k"),
     *("tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit"),
 )
-SURROGATES = tuple(f"{name}-{seed}" for name in ("fedavg-2x5", "fedlap", "fedlap-dp") for seed in range(3))
+SURROGATES = tuple(f"{name}-{seed}" for name in ("fedavg-2class", "fedlap", "fedlap-dp") for seed in range(3))
 SUMMED = ("fedage", "fedage-linear", "fedage-secure", "fedavg-secure", "baffle-clear", "baffle")
 CLASSES = ("fedavg-classes", "fedprox-classes", "scaffold-classes")
 CODECS = ("fedavg", "fedavg-half", "fedavg-qsgd", "fedavg-top-k", "tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit")
@@ -210,7 +210,7 @@ def summed() -> str:
 def surrogates() -> str:
     """FedLAP beside FedAvg where each of 5 clients holds two classes, a column a seed."""
     rows = []
-    for name in ("fedavg-2x5", "fedlap", "fedlap-dp"):
+    for name in ("fedavg-2class", "fedlap", "fedlap-dp"):
         runs = [Run(f"digits/{name}-{seed}") for seed in range(3)]
         spent = runs[0].summary["epsilon"]
         told = f"{spent:.2f} at δ = {runs[0].recipe['method']['privacy']['delta']:g}" if spent else "none promised"

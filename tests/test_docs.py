@@ -165,7 +165,7 @@ def test_every_command_and_option_on_a_page_exists(page):
         assert {word for word in rest if word.startswith("-")} - {"--help"} <= OPTIONS[name], words
         changes = [rest[i + 1] for i, word in enumerate(rest) if word == "--set" and "=" in rest[i + 1]]
         built_in = [word for word in rest if word in recipe.names()]
-        meant = [word for word in rest if re.fullmatch(r"(digits|mnist|cifar10|shakespeare)/[a-z0-9-]+", word)]
+        meant = [word for word in rest if re.fullmatch(r"(digits|mnist|fashion|cifar10|shakespeare)/[a-z0-9-]+", word)]
         assert built_in == meant
         for source in built_in if "VALUE" not in " ".join(changes) else []:
             recipe.read(source, changes)

@@ -29,7 +29,7 @@ def again(plan: Recipe) -> Recipe:
 def test_a_built_in_recipe_is_read_and_written_without_loss(name: str) -> None:
     plan = read(name)
     assert again(plan) == plan
-    assert plan.task.data == name.split("/")[0]
+    assert plan.task.data.split("-")[0] == name.split("/")[0]
 
 
 def test_every_kind_of_value_survives_the_writing() -> None:

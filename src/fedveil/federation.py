@@ -269,11 +269,6 @@ class Cohort:
         """Put figures of the method's own (a cosine, a norm) into this round's row of the ledger."""
         self._shared.row.metrics.update(figures)
 
-    def charge(self, epsilon: float) -> None:
-        """Put the largest ε that any client has charged so far into this round's row of the ledger. A method that has
-        an `account` need not: its rounds are charged before anybody is asked."""
-        self._shared.row.epsilon = epsilon
-
     def exhibit(self, name: str, images: Tensor, labels: Tensor) -> None:
         """Let people look at some images [N, channels, height, width] with labels [N, K] beside real ones of the same
         classes, from the test set: in rounds 1, 2, 5, 10, 20, 50 and so on, and the last. Whatever is no image is left

@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedveil as fv
-from fedveil.message import Refused
 from fedveil.privacy import dpsgd
-from fedveil.privacy.accountant import Noised, epsilon
 from fedveil.privacy.dpsgd import WITHIN, DpSgd, clipped, clipped_sum, normal, poisson, uniform
 from toys import linear_task
 
@@ -178,19 +176,6 @@ def test_the_rate_is_of_the_public_bound_and_not_of_what_a_client_has():
 # ---------------------------------------------------------------------------------------------------- the account
 
 
-def test_what_is_spent_is_what_the_accountant_says():
-    """FedLAP-DP's table: σ = 1, q = 256/10000, 200 steps a round, δ = 1e-5."""
-    how = DpSgd(noise=1.0, delta=1e-5)
-    assert how.spent(0.0256, 200) == epsilon([Noised(1.0, 0.0256, 200)], 1e-5)
-    assert [round(how.spent(0.0256, 200 * rounds), 2) for rounds in (1, 7, 15)] == [2.79, 6.73, 10.18]
-
-
-def test_a_budget_refuses_what_would_exceed_it():
-    DpSgd(delta=1e-5, budget=2.8).allow(0.0256, 200)
-    with pytest.raises(Refused, match=r"over budget: the answer would bring ε to 3.*the budget is 2.8"):
-        DpSgd(delta=1e-5, budget=2.8).allow(0.0256, 400)
-
-
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
@@ -208,6 +193,6 @@ def test_settings_that_promise_nothing_are_refused(given, sentence):
 
 def test_a_delta_that_lets_a_record_be_published_is_refused():
     with pytest.raises(ValueError, match=r"privacy.delta is 0.5, but a client may hold 6 records; set it below 0.17"):
-        DpSgd(delta=0.5).refuse(linear_task(), 0.5, 1)
+        DpSgd(delta=0.5).account(linear_task(), 3, 1)
     with pytest.raises(ValueError, match=r"privacy\.budget is 0\.1, but one answer already costs \d+"):
-        DpSgd(delta=1e-3, budget=0.1).refuse(linear_task(), 1.0, 5)
+        DpSgd(delta=1e-3, budget=0.1).account(linear_task(), 6, 5).refuse()

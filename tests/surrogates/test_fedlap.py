@@ -168,7 +168,7 @@ def sets(radii, records=(1, 1, 1)):
     """Sets of two, three and one points."""
     images = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).split([2, 3, 1])
     labels = torch.tensor([0, 1, 0, 1, 2, 2], dtype=torch.int16).split([2, 3, 1])
-    return [Surrogate(*each) for each in zip(images, labels, radii, (0, 0, 0), records, strict=True)]
+    return [Surrogate(*each) for each in zip(images, labels, radii, records, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,6 @@ def tampered(record, change, method):
         (lambda a: {"radius": 11.0}, "out of range: radius is 11, the recipe's is 10"),
         (lambda a: {"records": 0}, "wrong field"),
         (lambda a: {"records": 13}, "out of range: records is 13, the largest client has 12"),
-        (lambda a: {"spent": 3}, "out of range: spent is 3 steps, and an answer takes 0"),
     ],
 )
 def test_a_set_that_cannot_be_is_refused_and_left_out(change, sentence):
@@ -251,14 +250,6 @@ def test_a_set_that_cannot_be_is_refused_and_left_out(change, sentence):
     assert reason.startswith("refused: ")
     assert any(part in reason for part in sentence.split("|"))
     assert torch.equal(result.weights, without_the_last_answer().weights)
-
-
-@pytest.mark.parametrize("spent", [0, 4, 10**9])
-def test_a_charge_that_cannot_be_is_refused_and_counts_for_nothing(spent):
-    result = tampered(Surrogate, lambda a: {"spent": spent}, FedLap(**SMALL, **PRIVATE))
-    row = result.ledger.rows[1]
-    assert f"out of range: spent is {spent} steps, and an answer takes 3" in row.missing["2"]
-    assert row.epsilon == pytest.approx(epsilon([Noised(1.0, 8 / 12, 6)], 1e-3))
 
 
 @functools.cache
@@ -347,7 +338,6 @@ def test_a_private_round_tells_nothing_but_the_noised_set():
     answers = method.distil(crowd_of(task), question(task, method))
     assert {a.records for a in answers} == {1}
     assert {a.radius for a in answers} == {method.radius}
-    assert {a.spent for a in answers} == {3}
 
 
 def test_what_a_client_sends_depends_on_its_records_through_private_gradients_only(monkeypatch):
@@ -382,10 +372,14 @@ def test_epsilon_is_in_the_ledger_and_never_goes_down():
 def test_a_client_answers_no_more_when_that_would_exceed_its_budget():
     once = epsilon([Noised(1.0, 8 / 12, 3)], 1e-3)
     tight = dataclasses.replace(PRIVATE["privacy"], budget=once * 1.01)
-    result = fv.run(task_of(), FedLap(**SMALL, **{**PRIVATE, "privacy": tight}), rounds=2, cohort=4)
-    first, second = result.ledger.rows
+    task, method = task_of(), FedLap(**SMALL, **{**PRIVATE, "privacy": tight})
+    result = fv.run(task, method, rounds=2, cohort=4)
+    assert result.stopped == "budget"
+    assert [row.epsilon for row in result.ledger.rows] == [once]
+    federation = fv.Federation(task, method, Engine(), fv.Sampling(4), fv.Seed.root(0))  # a server that does not count
+    state, first = federation.step(method.begin(task), 1, 2)
+    _, second = federation.step(state, 2, 2)
     assert not first.missing
-    assert first.epsilon == pytest.approx(once)
     assert set(second.missing) == {"0", "1", "2", "3"}
     assert "over budget: the answer would bring ε to" in second.missing["0"]
     assert second.events
@@ -415,8 +409,9 @@ def test_a_round_that_is_asked_again_is_charged_again():
         return message.unpack(reply.frame[message.PREFIX_BYTES :], Surrogate)
 
     first, again, later = asked(1), asked(1), asked(2)
-    assert [a.spent for a in (first, again, later)] == [3, 6, 9]
+    assert clients.memory.spent(0) == 3
     assert not torch.equal(first.images, again.images)  # fresh noise
+    assert not torch.equal(again.images, later.images)
 
 
 # ---------------------------------------------------------------------------------------------------- digits
@@ -438,8 +433,8 @@ def reached(name: str, rounds: int, *changes: str) -> np.ndarray:
 def test_one_round_on_the_digits_is_ten_points_above_averaging_with_each_of_three_seeds():
     surrogate = reached("digits/fedlap", 1)
     assert (surrogate >= 0.8).all()
-    assert (surrogate >= reached("digits/fedavg-2x5", 1) + 0.1).all()
-    assert (surrogate >= reached("digits/fedavg-2x5", 1, TUNED) + 0.1).all()
+    assert (surrogate >= reached("digits/fedavg-2class", 1) + 0.1).all()
+    assert (surrogate >= reached("digits/fedavg-2class", 1, TUNED) + 0.1).all()
 
 
 @pytest.mark.slow
@@ -447,13 +442,27 @@ def test_five_rounds_on_the_digits_are_ten_points_above_averaging_as_a_mean_of_t
     """Against the rate that is best for FedAvg it is less."""
     surrogate = reached("digits/fedlap", 5)
     assert (surrogate >= 0.92).all()
-    assert surrogate.mean() >= reached("digits/fedavg-2x5", 5).mean() + 0.1
-    assert surrogate.mean() >= reached("digits/fedavg-2x5", 5, TUNED).mean() + 0.05
+    assert surrogate.mean() >= reached("digits/fedavg-2class", 5).mean() + 0.1
+    assert surrogate.mean() >= reached("digits/fedavg-2class", 5, TUNED).mean() + 0.05
 
 
 @pytest.mark.slow
 def test_digits_are_learnt_with_differential_privacy():
     plan = recipe.read("digits/fedlap-dp")
-    result = fv.run(plan.build(), plan.method, rounds=plan.rounds, cohort=plan.cohort)
+    result = fv.run(plan.build(), plan.method, rounds=plan.rounds, cohort=plan.cohort, insecure_test_noise=7)
     assert result.accuracy >= 0.78
     assert 5 < result.summary()["epsilon"] < 6
+
+
+@pytest.mark.parametrize("lr", [0.1, 1e3])
+def test_the_server_keeps_the_weights_with_the_lowest_loss_on_the_sets(lr):
+    """Steps of 1e3 overshoot at once."""
+    task, draw = task_of(), torch.Generator().manual_seed(0)
+    labels = torch.tensor([0, 0, 1, 1], dtype=torch.int16)
+    sets = [Surrogate(torch.randn(4, 4, generator=draw), labels, 1.0, records=3) for _ in range(2)]
+    w, _ = FedLap(images=2, region="fixed", lr=lr, steps=20).optimise(task, task.initial, sets)
+
+    def loss(w):
+        return sum(float(task.losses(w, each.images, each.labels.long()).mean()) for each in sets)
+
+    assert loss(w) < loss(task.initial) if lr < 1 else loss(w) <= loss(task.initial)

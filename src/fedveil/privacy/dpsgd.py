@@ -20,7 +20,7 @@ from torch import Tensor
 from fedveil.clients import Crowd
 from fedveil.graphs import repeat
 from fedveil.privacy.account import Account, Promise
-from fedveil.privacy.accountant import Noised, epsilon
+from fedveil.privacy.accountant import Noised
 from fedveil.privacy.masks import derive, key_stream
 from fedveil.seeds import Seed
 from fedveil.task import Task
@@ -40,32 +40,19 @@ class DpSgd(Promise):
 
     key: ClassVar[str] = "privacy"
 
-    def refuse(self, task: Task, rate: float, steps: int) -> None:
-        """Say what of a task does not suit, of which an answer takes so many steps. The most records a client may hold
-        are public; how many it has is not."""
+    def account(self, task: Task, batch: int, steps: int) -> Account:
+        """The price of an answer of so many steps. The most records a client may hold are public; how many it has is
+        not."""
         if self.delta >= 1 / task.largest:
             raise ValueError(
                 f"privacy.delta is {self.delta:g}, but a client may hold {task.largest} records; set it below "
                 f"{1 / task.largest:.2g}"
             )
-        Account(Noised(self.noise, rate, steps), self).refuse()
-
-    def account(self, task: Task, batch: int, steps: int) -> Account:
-        """The price of an answer of so many steps. Raises a ValueError where `refuse` does."""
-        self.refuse(task, self.rate(task, batch), steps)
         return Account(Noised(self.noise, self.rate(task, batch), steps), self)
 
     def rate(self, task: Task, batch: int) -> float:
         """q, at which the client with the most records draws `batch` of them on average."""
         return min(1.0, batch / task.largest)
-
-    def spent(self, rate: float, steps: int) -> float:
-        """ε after so many steps."""
-        return epsilon([Noised(self.noise, rate, steps)], self.delta, self.accountant)
-
-    def allow(self, rate: float, steps: int) -> None:
-        """Raise `Refused` if so many steps would cost more than the budget."""
-        Account(Noised(self.noise, rate, steps), self).allow(1)
 
     def descend(self, crowd: Crowd, weights: Tensor, batch: int, steps: int, take: Callable[[Tensor], None]) -> None:
         """Call `take` with the private gradient of each client at the present `weights` [C, d], [C, d], `steps` times.

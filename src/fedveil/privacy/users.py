@@ -30,7 +30,7 @@ from fedveil.privacy.dpsgd import clipped, normal
 from fedveil.seeds import Seed
 from fedveil.task import Task
 
-TAIL = 8.0  # deviations of a client's noise that fixed point has room for; beyond is one number of 10^15
+TAIL = 8.0  # deviations of a client's noise that fixed point has room for; beyond is one number in 10^15
 
 
 @dataclass(frozen=True)

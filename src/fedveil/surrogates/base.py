@@ -15,15 +15,15 @@ from torch import Tensor
 from fedveil import message
 from fedveil.clients import Crowd
 from fedveil.cost import Turn
-from fedveil.federation import Answers, Cohort, Method
+from fedveil.federation import Answers, Cohort, Method, Sampling
 from fedveil.local import GRADIENT_CHUNK
 from fedveil.message import Answer, Question, Refused
+from fedveil.privacy.account import Account
 from fedveil.surrogates.augment import refuse, strategies
 from fedveil.surrogates.descent import descend, rates
 from fedveil.surrogates.sets import Classes, Distil, LapState, Last, Surrogate, WhichClasses, held
 from fedveil.task import Rows, Task
 
-AGAIN = 10  # times that a round may have been asked, on average, in what a client says it has charged
 MEASURED = 2048  # the most records on which a client measures its radius: the loss of more is hardly another
 
 
@@ -71,10 +71,12 @@ class Surrogates(Method):
         """Whether clients measure r_k."""
         return self.region in ("min", "max", "median")
 
-    @property
-    def charged(self) -> int:
-        """The private steps of one answer; 0 where nothing is private."""
-        return 0
+    def price(self, task: Task) -> Account | None:
+        """What an answer costs a client, where it is private."""
+        return None
+
+    def account(self, task: Task, cohort: Sampling) -> Account | None:
+        return self.price(task)
 
     def begin(self, task: Task) -> LapState:
         if not task.data.x.is_floating_point():
@@ -95,17 +97,13 @@ class Surrogates(Method):
             cohort.require(len(points) - len(none), len(cohort))
         made = {count: Distil(state.weights, count) for count in set(points.values()) - {0}}
         asked = cohort.only(set(points) - set(none))
-        sent = asked.exchange({k: made[points[k]] for k in asked.ids})
-        said = [answer.spent for answer in sent.values() if self.plausible(answer.spent, cohort.round)]
-        spent = max([state.spent, *said])
-        self.charge(cohort, spent)  # also where too few answered: what they sent is out
-        answers = self.checked(held, sent, cohort)
+        answers = self.checked(held, asked.exchange({k: made[points[k]] for k in asked.ids}), cohort)
         weights, figures = self.optimise(cohort.task, state.weights, list(answers.values()))
         cohort.note(**figures)
         first = [(each.images[:: self.images], each.labels[:: self.images]) for each in answers.values()]
         images, labels = (torch.cat(parts) for parts in zip(*first, strict=True))
         cohort.exhibit("synthetic images", images, F.one_hot(labels.long(), cohort.task.data.classes))
-        return LapState(weights, spent)
+        return LapState(weights)
 
     def checked(self, held: Answers, answers: Answers, cohort: Cohort) -> dict[int, Surrogate]:
         """The answers that are what their client's classes and the recipe make of them; others are refused by name."""
@@ -115,8 +113,6 @@ class Surrogates(Method):
                 problem = f"labels are not {self.images} of each class that the client holds"
             elif answer.radius > self.radius:
                 problem = f"radius is {answer.radius:g}, the recipe's is {self.radius:g}"
-            elif not self.plausible(answer.spent, cohort.round):
-                problem = f"spent is {answer.spent} steps, and an answer takes {self.charged}"
             else:
                 usable[client] = answer
                 continue
@@ -124,17 +120,12 @@ class Surrogates(Method):
         cohort.require(len(usable), len(answers) + len(answers.missing))
         return usable
 
-    def plausible(self, spent: int, round_: int) -> bool:
-        """Whether a client can have charged so much by this round."""
-        if not self.charged:
-            return spent == 0
-        return spent % self.charged == 0 and self.charged <= spent <= AGAIN * round_ * self.charged
-
-    def charge(self, cohort: Cohort, spent: int) -> None:
-        """Put what so many private steps cost into the ledger."""
-
     def optimise(self, task: Task, w: Tensor, sets: Sequence[Surrogate]) -> tuple[Tensor, dict[str, float]]:
-        """FedLAP-DP, algorithm 2: descend from `w` [d] on the union of the sets, until that leaves the trust region."""
+        """FedLAP-DP, algorithm 2: descend from `w` [d] on the union of the sets, until that leaves the trust region.
+
+        Of the weights on the way those with the lowest loss on the sets are kept: full steps can overshoot, and a
+        region may end just then.
+        """
         device = task.device
         images = torch.cat([each.images for each in sets]).to(device)
         labels = torch.cat([each.labels for each in sets]).to(device, torch.int64)
@@ -143,16 +134,23 @@ class Surrogates(Method):
         share = (share / share.sum()).to(device)
         reach = self.reach([each.radius for each in sets])
         weights, start = w.to(device)[None].clone(), w.to(device)
-        parts = [t[None].split(GRADIENT_CHUNK, 1) for t in (images, labels, share)]
+        parts = list(zip(*(t[None].split(GRADIENT_CHUNK, 1) for t in (images, labels, share)), strict=True))
+        kept, lowest = weights.clone(), torch.full((), math.inf, device=device)
 
         def gradient() -> Tensor:
-            pieces = [task.gradient(weights, x, y, part)[0] for x, y, part in zip(*parts, strict=True)]
-            return torch.stack(pieces).sum(0)
+            return torch.stack([task.gradient(weights, x, y, part)[0] for x, y, part in parts]).sum(0)
 
-        taken = descend(weights, start, reach, rates(self.lr, self.steps), gradient)
-        moved: Tensor = torch.linalg.vector_norm(weights[0] - start)
+        @torch.no_grad()
+        def watch(away: Tensor) -> None:
+            loss = torch.stack([(task.stacked_losses(weights, x, y) * part).sum() for x, y, part in parts]).sum()
+            kept.copy_(torch.where(loss < lowest, weights, kept))
+            lowest.copy_(torch.minimum(lowest, loss))
+
+        watch(torch.zeros(1, device=device))
+        taken = descend(weights, start, reach, rates(self.lr, self.steps), gradient, watch)
+        moved: Tensor = torch.linalg.vector_norm(kept[0] - start)
         figures = {"moved": float(moved), "server_steps": float(taken)}
-        return weights[0], figures | ({} if self.region == "fixed" else {"radius": reach})
+        return kept[0], figures | ({} if self.region == "fixed" else {"radius": reach})
 
     def reach(self, radii: Sequence[float]) -> float:
         """The radius of the server's trust region."""
@@ -185,7 +183,8 @@ class Surrogates(Method):
         for each in own:
             if len(each) != question.points:
                 raise Refused("out of range", f"{question.points} points are asked for, {len(each)} belong to it")
-        spent = self.spending(crowd)
+        if price := self.price(task):
+            crowd.charge(price)
         w, labels = question.weights.to(task.device), torch.stack(own).to(task.device, torch.int64)
         images = self.start(crowd, labels)
         matched = self.fit(crowd, w, images, labels)
@@ -193,15 +192,9 @@ class Surrogates(Method):
         if self.measures:
             radii = [min(r, self.radius) for r in self.calibrated(crowd, w, images, labels).tolist()]
         crowd.measure(matching=matched)
-        for note in crowd.notes:
-            note["charged"] = note.get("charged", 0) + self.charged
-        sent, records = images.cpu(), [1] * len(crowd) if self.charged else crowd.rows.counts.tolist()
-        crowd.remember([Last(each, steps) for each, steps in zip(sent, spent, strict=True)])
-        return [Surrogate(*fields) for fields in zip(sent, own, radii, spent, records, strict=True)]
-
-    def spending(self, crowd: Crowd) -> list[int]:
-        """The private steps that each client has charged, with those of this answer."""
-        return [0] * len(crowd)
+        sent, records = images.cpu(), [1] * len(crowd) if price else crowd.rows.counts.tolist()
+        crowd.remember([Last(each) for each in sent])
+        return [Surrogate(*fields) for fields in zip(sent, own, radii, records, strict=True)]
 
     def start(self, crowd: Crowd, labels: Tensor) -> Tensor:
         """The images before they are fitted, [C, points, *input]."""

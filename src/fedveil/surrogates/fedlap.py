@@ -12,15 +12,15 @@ from torch import Tensor
 
 from fedveil.clients import Crowd
 from fedveil.cost import Turn, Work
-from fedveil.federation import About, Cohort
+from fedveil.federation import About
 from fedveil.graphs import repeat
 from fedveil.local import GRADIENT_CHUNK
+from fedveil.privacy.account import Account
 from fedveil.privacy.dpsgd import DpSgd
 from fedveil.surrogates.augment import Change, Siamese, same
 from fedveil.surrogates.base import Surrogates
 from fedveil.surrogates.descent import descend, rates
 from fedveil.surrogates.matching import distance
-from fedveil.surrogates.sets import LapState
 from fedveil.task import Task
 
 
@@ -197,31 +197,7 @@ class FedLap(Surrogates):
                 'with method.privacy use "equal"'
             )
 
-    @property
-    def charged(self) -> int:
-        """As many steps as there can be, whether or not a trajectory ends earlier."""
-        return self.trajectories * self.passes * self.batches if self.privacy else 0
-
-    def begin(self, task: Task) -> LapState:
-        state = super().begin(task)
-        if self.privacy:
-            self.privacy.refuse(task, self.privacy.rate(task, self.batch), self.charged)
-        return state
-
-    def charge(self, cohort: Cohort, spent: int) -> None:
-        if self.privacy:
-            cohort.charge(self.privacy.spent(self.privacy.rate(cohort.task, self.batch), spent))
-
-    def spending(self, crowd: Crowd) -> list[int]:
-        """The private steps of each client with those of this answer; refused if that is beyond the budget.
-
-        A round that is asked again is charged again: what was charged in it before is a note, which stays while the
-        memory of a round is replaced.
-        """
-        if not self.privacy:
-            return super().spending(crowd)
-        before = [0 if last is None else last.spent for last in crowd.memory]
-        spent = [b + note.get("charged", 0) + self.charged for b, note in zip(before, crowd.notes, strict=True)]
-        for steps in set(spent):
-            self.privacy.allow(self.privacy.rate(crowd.task, self.batch), steps)
-        return spent
+    def price(self, task: Task) -> Account | None:
+        """Of as many steps as there can be, whether or not a trajectory ends earlier."""
+        steps = self.trajectories * self.passes * self.batches
+        return self.privacy.account(task, self.batch, steps) if self.privacy else None

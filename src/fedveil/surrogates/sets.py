@@ -15,7 +15,6 @@ from fedveil.task import Task
 
 WIDEST = 1e3  # the range of synthetic inputs, either way
 Images = Annotated[Tensor, Shape(("points", "input"), low=-WIDEST, high=WIDEST)]
-Spent = Annotated[int, Meta(ge=0, le=10**9)]
 
 
 @message.kind(57)
@@ -36,14 +35,12 @@ class WhichClasses(Question, frozen=True):
 class Surrogate(Answer, frozen=True):
     """A synthetic set, how far from the weights it stands in for the client's data, and the records behind it.
 
-    With differential privacy `spent` are the private steps that the client has charged so far, this answer's among
-    them, and `records` is 1 whatever it has.
+    With differential privacy `records` is 1 whatever it has.
     """
 
     images: Images
     labels: Annotated[Tensor, Shape(("points",), torch.int16, 0, 2**15 - 1)]
     radius: Annotated[float, Meta(ge=0, le=1e6)]
-    spent: Spent = 0
     records: Count = 1
 
 
@@ -61,17 +58,14 @@ class Distil(Question, frozen=True):
 
 @message.kind(61)
 class Last(Record, frozen=True):
-    """What a client remembers: the images it sent last, and the private steps it has charged."""
+    """What a client remembers: the images it sent last."""
 
     images: Images
-    spent: Spent
 
 
 @message.kind(62)
 class LapState(State, frozen=True):
-    """The global weights, and the most private steps that any client has charged."""
-
-    spent: Spent = 0
+    """The global weights."""
 
 
 def held(task: Task, client: int) -> Tensor:
