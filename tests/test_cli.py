@@ -300,7 +300,7 @@ def test_a_comparison_is_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_demo_is_of_built_in_recipes() -> None:
     assert set(commands.DEMO) <= set(recipe.names())
     methods = {type(recipe.read(name).method).name for name in commands.DEMO}
-    assert methods == {"fedavg", "scaffold", "fedsynth", "tofu", "fedage", "baffle"}
+    assert methods == {"fedavg", "scaffold", "fedsynth", "tofu", "fedage", "baffle", "fedlap"}
 
 
 def test_what_noise_is_worth() -> None:

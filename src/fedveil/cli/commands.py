@@ -51,6 +51,8 @@ DEMO = [
     "digits/tofu",
     "digits/fedage",
     "digits/baffle",
+    "digits/fedlap",
+    "digits/fedlap-dp",
 ]
 
 app = typer.Typer(cls=Plainly, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -167,7 +169,7 @@ def compare(
     """Run several recipes and write one report.
 
     Each run goes to a folder of its own in --out; one that is there already is continued, or used if it is finished.
-    Without a RECIPE eight methods, two of them with synthetic data, are compared on digits.
+    Without a RECIPE ten runs, one of them private, are compared on digits.
 
     Example: fedveil compare digits/fedavg digits/scaffold --set rounds=10
     """
