@@ -26,7 +26,7 @@ CLIENTS = 5
 
 def fedlap() -> dict[str, float]:
     """FedLAP's fit, 5 clients: one stack (on a GPU a graph a step) against a client at a time in eager mode."""
-    task = _task(400 if torch.cuda.is_available() else 200)
+    task = _task(400) if torch.cuda.is_available() else _task(200, small=True)
     gpu = task.device.type == "cuda"
     method = FedLap(images=50 if gpu else 10, passes=1, batches=20 if gpu else 4, region="fixed")
     with one_thread():
@@ -132,10 +132,10 @@ class Hooked:
         self.found[f"{name}.weight"], self.found[f"{name}.bias"] = weight, bias
 
 
-def _task(records: int) -> fv.Task:
-    """5 clients with 2 classes each: FedLAP's network on a GPU, the digits' on a CPU."""
+def _task(records: int, small: bool = False) -> fv.Task:
+    """5 clients with 2 classes each, FedLAP's network or the digits'."""
     gpu = torch.cuda.is_available()
-    shape, name = ((1, 28, 28), "convnet") if gpu else ((1, 8, 8), "digits-cnn")
+    shape, name = ((1, 8, 8), "digits-cnn") if small else ((1, 28, 28), "convnet")
     draw = fv.Seed.root(0).torch()
     y = torch.arange(10).repeat(records // 2)
     x = torch.randn(len(y), *shape, generator=draw) + torch.randn(10, *shape, generator=draw)[y]

@@ -35,7 +35,9 @@ DIGITS = (  # in the order of the table; the first is what the others are compar
     *("fedavg-top-k-0.06", "fedavg-top-k-0.0155", "fedavg-top-k"),
     *("tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit"),
 )
-SURROGATES = tuple(f"{name}-{seed}" for name in ("fedavg-2class", "fedlap", "fedlap-dp") for seed in range(3))
+CLEAR = ("fedavg-2class", "fedavg-2class-fast", "feddm", "fedlap")
+PRIVATE = ("dp-fedavg", "dp-fedprox", "dp-fedavg-often", "fedlap-dp")
+SURROGATES = tuple(f"{name}-{seed}" for name in (*CLEAR, *PRIVATE) for seed in range(3))
 SUMMED = ("fedage", "fedage-linear", "fedage-secure", "fedavg-secure", "baffle-clear", "baffle")
 CLASSES = ("fedavg-classes", "fedprox-classes", "scaffold-classes")
 CODECS = ("fedavg", "fedavg-half", "fedavg-qsgd", "fedavg-top-k", "tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit")
@@ -210,13 +212,14 @@ def summed() -> str:
 def surrogates() -> str:
     """FedLAP beside FedAvg where each of 5 clients holds two classes, a column a seed."""
     rows = []
-    for name in ("fedavg-2class", "fedlap", "fedlap-dp"):
+    for name in (*CLEAR, *PRIVATE):
         runs = [Run(f"digits/{name}-{seed}") for seed in range(3)]
         spent = runs[0].summary["epsilon"]
         told = f"{spent:.2f} at δ = {runs[0].recipe['method']['privacy']['delta']:g}" if spent else "none promised"
-        accuracies = (percent(run.summary["accuracy"]) for run in runs)
-        rows.append((f"`{name}`", told, str(runs[0].recipe["rounds"]), *accuracies))
-    return table(("run", "ε", "rounds", "seed 0, %", "seed 1, %", "seed 2, %"), rows, 2)
+        accuracies = [run.summary["accuracy"] for run in runs]
+        mean = percent(sum(accuracies) / len(accuracies))
+        rows.append((f"`{name}`", told, str(runs[0].recipe["rounds"]), *map(percent, accuracies), mean))
+    return table(("run", "ε", "rounds", "seed 0, %", "seed 1, %", "seed 2, %", "mean, %"), rows, 2)
 
 
 def fedsynth() -> str:
