@@ -13,8 +13,9 @@ def spread(
 ):  # fmt: skip
     """out[n, (c, i, j), (b, r, q)] = x[n, b, c, r·SH + i - PH, q·SW + j - PW], 0 outside; s* are the strides of x."""
     channel = tl.program_id(1)
-    member = tl.program_id(2).to(tl.int64)
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(places, BLOCK)
+    member = (tl.program_id(0) // blocks).to(tl.int64)
+    place = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     there = place < places
     column, row = place % columns, (place // columns) % rows
     top, left = row * SH - PH, column * SW - PW
@@ -36,8 +37,9 @@ def fold(
 ):  # fmt: skip
     """out[n, b, c, y, z] = Σ parts[n, (c, i, j), (b, r, q)] over all with r·SH + i - PH = y and q·SW + j - PW = z."""
     channel = tl.program_id(1)
-    member = tl.program_id(2).to(tl.int64)
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(places, BLOCK)
+    member = (tl.program_id(0) // blocks).to(tl.int64)
+    place = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     there = place < places
     z, y = place % width, (place // width) % height
     picture = place // (height * width)

@@ -55,7 +55,7 @@ class _Windows(torch.autograd.Function):
         flat = x.flatten(0, -5) if x.dim() > 4 else x[None]
         out = x.new_empty(*x.shape[:-4], channels * window.kh * window.kw, batch * rows * columns)
         places = batch * rows * columns
-        grid = (-(-places // BLOCK), channels, len(flat))
+        grid = (-(-places // BLOCK) * len(flat), channels)  # only the first may be large
         _kernels()["spread"][grid](
             flat, out, places, channels, height, width, rows, columns, *flat.stride(), *window, BLOCK
         )
@@ -89,7 +89,7 @@ class _Folded(torch.autograd.Function):
         flat = (parts.flatten(0, -3) if parts.dim() > 2 else parts[None]).contiguous()
         out = parts.new_empty(*parts.shape[:-2], *shape)
         places = batch * height * width
-        grid = (-(-places // BLOCK), channels, len(flat))
+        grid = (-(-places // BLOCK) * len(flat), channels)  # only the first may be large
         wide = torch.promote_types(parts.dtype, torch.float32) == torch.float64
         _kernels()["fold"][grid](
             flat, out, places, channels, height, width, rows, columns, batch * rows * columns, *window, BLOCK, wide
