@@ -73,7 +73,8 @@ def rehearse(
 def _rehearse(folder: Path, plan: recipe.Recipe, nodes: int) -> None:
     from fedveil.deploy import rehearse as stage
 
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    stopping = (signal.SIGINT, signal.SIGTERM)  # also where whoever started this ignores the first
+    before = [signal.signal(number, _interrupt) for number in stopping]
     try:
         with Watch(plan.rounds, stage.held(folder)) as watch:
             stage.rehearse(folder, plan, nodes, lambda row: _watched(row, watch), say)
@@ -86,7 +87,8 @@ def _rehearse(folder: Path, plan: recipe.Recipe, nodes: int) -> None:
         say(f"stopped after round {done} of {plan.rounds}; 'fedveil deploy rehearse {folder}' goes on")
         raise typer.Exit(INTERRUPTED) from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(stopping, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _watched(row: Row, watch: Watch) -> None:
