@@ -285,3 +285,9 @@ def test_the_command_writes_a_client(tmp_path):
     source = Path(edge.__file__).read_text() + Path(edge.__file__).with_name("directions.py").read_text()
     assert "import torch" not in source
     assert "from fedveil" not in source
+
+
+@pytest.mark.parametrize(("given", "sigma"), [({}, 1e-4), ({"precision": "float16"}, 1e-3), ({"sigma": 0.5}, 0.5)])
+def test_an_edge_client_moves_weights_as_far_as_the_method_does(task, tmp_path, given, sigma):
+    export(task, fv.Baffle(directions=2, **given), tmp_path)
+    assert json.loads((tmp_path / "settings.json").read_text())["sigma"] == sigma

@@ -248,3 +248,22 @@ def test_half_precision_measures_the_same_slopes_at_a_larger_sigma():
     agreement = {s: float(torch.corrcoef(torch.stack([exact, slopes(s, torch.float16)]))[0, 1]) for s in (1e-3, 1e-5)}
     assert agreement[1e-3] > 0.99
     assert agreement[1e-5] < 0.9
+
+
+def test_in_half_precision_linear_layers_still_work_in_single():
+    seen = []
+
+    class Seen(torch.nn.Linear):
+        def forward(self, x):
+            out = super().forward(x)
+            seen.append((x.dtype, out.dtype))
+            return out
+
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
+    data = from_tensors(x, y, x, y, classes=2)
+    task = fv.Task(Seen(3, 2), data, fv.split("iid", data, 1, fv.Seed.root(0)))
+    seen.clear()
+    made = prober(task, count=2, precision=torch.float16)
+    with forward_only(CPU):
+        made.slopes(task.initial[None], torch.tensor([1]), x[None], y[None], torch.full((1, 4, 1), 0.25), 2)
+    assert set(seen) == {(torch.float16, torch.float32)}
