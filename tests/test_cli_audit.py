@@ -1,24 +1,21 @@
 """`fedveil audit`: what it prints and writes, and how it ends."""
 
 import importlib
-import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import torch
-from click.testing import Result
 from torch import Tensor
-from typer.testing import CliRunner
 
-from fedveil import cli, data
+from fedveil import data
 from fedveil.attacks import mechanism, membership
 from fedveil.attacks.membership import Audit
 from fedveil.privacy import dpsgd
 from fedveil.task import Task
+from shell import fv, good
 
 PAGE = (Path(__file__).parents[1] / "docs" / "how-to" / "audit.md").read_text(encoding="utf-8")
 SMALL = ["--set", "rounds=1", "--set", "method.local.epochs=1", "--device", "cpu"]
@@ -33,16 +30,6 @@ FEW = ["--canaries", 600]
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def fv(*args: object) -> Result:
-    return CliRunner().invoke(cli.app, [str(a) for a in args])
-
-
-def good(*args: object) -> Any:
-    result = fv(*args)
-    assert result.exit_code == 0, (result.stderr, result.exception)
-    return json.loads(result.stdout) if result.stdout.startswith("{") else result.stdout
 
 
 def sentence(*args: object) -> str:

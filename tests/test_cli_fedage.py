@@ -2,14 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
-from fedveil import cli
 from fedveil.updates import autoencoder
+from shell import fv, good
 
 TINY = ["--block", 4, "--levels", 8, "--cohort", 3, "--width", 16, "--epochs", 2, "--groups", 200, "--batch", 50]
 SMALL = ["--set", "method.local.epochs=1", "--set", "rounds=1", "--device", "cpu"]
@@ -21,16 +18,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path / "data"))
     yield tmp_path
     autoencoder.load.cache_clear()
-
-
-def fv(*args: object) -> Result:
-    return CliRunner().invoke(cli.app, [str(a) for a in args])
-
-
-def good(*args: object) -> Any:
-    result = fv(*args)
-    assert result.exit_code == 0, (result.stderr, result.exception)
-    return json.loads(result.stdout) if result.stdout.startswith("{") else result.stdout
 
 
 def sentence(*args: object) -> str:
