@@ -12,7 +12,7 @@ ENABLED = True  # set to False to run every step eagerly: what a benchmark compa
 WARM_UP = 3  # real steps run before the capture, so that libraries have chosen their kernels and buffers
 
 Observer = Callable[[int, int], None]  # called with the steps done and the steps there are
-observer: Observer | None = None  # of every `repeat` in this process; called from the threads that train
+observer: Observer | None = None  # of every loop in this process; called from the threads that train
 OFTEN = 0.5  # seconds between two calls, or less
 QUEUED = 16  # replays before the first: it waits for the GPU, and a short schedule should not
 
@@ -28,32 +28,51 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def repeat(step: Callable[[], None], times: int, device: torch.device, part: tuple[int, int] | None = None) -> None:
-    """Run `step` `times` times. It must work in place on tensors that outlive it and read nothing else that changes.
+class Loop:
+    """A step that is run many times, a few at a time. On a GPU it is captured as a graph, once, and replayed.
 
-    A step that walks through a schedule keeps its position in a tensor (`cursor.add_(1)`), so that a replay moves on.
-    `part` says what of a longer schedule this is: the steps before, and all there are.
+    It must work in place on tensors that outlive it and read nothing else that changes. One that walks through a
+    schedule keeps its position in a tensor (`cursor.add_(1)`), so that a replay moves on.
+
+    total: how often it will be run, or about
+    part:  what of a longer schedule this is, for the observer: the steps before, and all there are; () tells it nothing
     """
-    told = _teller(observer, *(part or (0, times)), device) if observer else None
-    if device.type != "cuda" or times <= 2 * WARM_UP or not ENABLED:
-        for done in range(1, times + 1):
-            step()
-            if told:
-                told(done)
-        return
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UP):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for done in range(WARM_UP + 1, times + 1):
-        graph.replay()
-        if told:
-            told(done)
+
+    def __init__(
+        self, step: Callable[[], object], total: int, device: torch.device, part: tuple[int, int] | tuple[()] = ()
+    ) -> None:
+        self._step, self._done = step, 0
+        self._told = _teller(observer, *part, device) if observer and part else None
+        self._captured = device.type == "cuda" and total > 2 * WARM_UP and ENABLED
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self, times: int) -> None:
+        for _ in range(times):
+            self._once()
+            self._done += 1
+            if self._told:
+                self._told(self._done)
+
+    def _once(self) -> None:
+        if not self._captured:
+            self._step()
+        elif self._done < WARM_UP:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self._step()
+            torch.cuda.current_stream().wait_stream(side)
+        else:
+            if self._graph is None:
+                self._graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self._graph):
+                    self._step()
+            self._graph.replay()
+
+
+def repeat(step: Callable[[], object], times: int, device: torch.device, part: tuple[int, int] | None = None) -> None:
+    """Run a `Loop` at once. `part` says what of a longer schedule this is; by default it is all there is."""
+    Loop(step, times, device, part or (0, times)).run(times)
 
 
 def _teller(observer: Observer, before: int, total: int, device: torch.device) -> Callable[[int], None]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedveil.clients import Crowd
 from fedveil.cost import Turn, Work
 from fedveil.federation import About
-from fedveil.graphs import repeat
+from fedveil.graphs import Loop
 from fedveil.local import GRADIENT_CHUNK
 from fedveil.privacy.account import Account
 from fedveil.privacy.dpsgd import DpSgd
@@ -86,41 +86,44 @@ class FedLap(Surrogates):
         Returns the distance between the gradients at the last step, [C].
         """
         task, clients = crowd.task, len(crowd)
+        weights, goal = w.expand(clients, -1).clone(), w.new_empty(clients, len(w))
         velocity, apart = torch.zeros_like(images), torch.zeros(clients, device=task.device)
+        within = torch.ones(clients, *[1] * (images.dim() - 1), dtype=torch.bool, device=task.device)
         ones = torch.ones_like(labels, dtype=torch.float32)
         falling = rates(self.model_lr, max(1, self.passes * self.model_steps))
+        passes = self.trajectories * self.passes
+        change = Siamese(self.augment, task, crowd.seeds("augment"), passes * self.batches)
+
+        def step() -> None:
+            slope = self.slope(task, weights, images, labels, goal, apart, change)
+            velocity.copy_(torch.where(within, self.momentum * velocity + slope, velocity))
+            images.sub_(velocity * within, alpha=self.image_lr)
+
+        steps = passes * self.batches * self.image_steps
+        fitting = Loop(step, steps, task.device, (0, steps))
         for trajectory in range(self.trajectories):
-            weights = w.expand(clients, -1).clone()
+            weights.copy_(w)
             for number in range(self.passes):
                 away: Tensor = torch.linalg.vector_norm(weights - w, dim=1)
-                within = (away < self.radius).view(-1, *[1] * (images.dim() - 1))
+                within.copy_((away < self.radius).view(within.shape))
                 if not within.any():
                     break
-                seeds = [seed.child(trajectory, number) for seed in crowd.seeds("augment")]
-                change = Siamese(self.augment, task, seeds, self.batches)
                 real = self.real(crowd, weights, change, trajectory, number)
 
-                def step(
-                    weights: Tensor = weights,
-                    within: Tensor = within,
-                    change: Siamese = change,
-                    real: Callable[[], Tensor] = real,
-                ) -> None:
-                    goal = real()
-                    for _ in range(self.image_steps):
-                        slope = self.slope(task, weights, images, labels, goal, apart, change)
-                        velocity.copy_(torch.where(within, self.momentum * velocity + slope, velocity))
-                        images.sub_(velocity * within, alpha=self.image_lr)
-                    change.advance()
+                def aim(real: Callable[[], Tensor] = real) -> None:
+                    goal.copy_(real())
 
-                before = (trajectory * self.passes + number) * self.batches
-                repeat(step, self.batches, task.device, (before, self.trajectories * self.passes * self.batches))
+                aiming = Loop(aim, self.batches, task.device)
+                for _ in range(self.batches):
+                    aiming.run(1)
+                    fitting.run(self.image_steps)
+                    change.advance()
                 descend(
                     weights,
                     w,
                     self.radius,
                     falling[number * self.model_steps : (number + 1) * self.model_steps],
-                    lambda weights=weights: task.gradient(weights, images, labels, ones)[0],  # type: ignore[misc]
+                    lambda: task.gradient(weights, images, labels, ones)[0],
                 )
         return apart
 
