@@ -98,6 +98,7 @@ class Bench:
     directory: Path
     device: str
     toy: bool
+    compile: bool
     rounds: int | None
     loaded: dict[str, data.Data]
 
@@ -109,7 +110,8 @@ class Bench:
         return recipe.read(source, [*changes, *small, "rounds=1"] if self.toy else changes)
 
     def job(self, path: Path, plan: Recipe) -> Job:
-        where = Where(str(self.directory), self.device, None, None, torch.get_num_threads(), False, False)
+        threads = torch.get_num_threads()
+        where = Where(str(self.directory), self.device, None, None, threads, False, False, compile=self.compile)
         command = f"python results/fedlap.py {shlex.join(sys.argv[1:])}"
         return Job(path, plan, environment(command=command, **msgspec.structs.asdict(where)))
 
@@ -137,23 +139,30 @@ class Bench:
 
 
 def speed(bench: Bench) -> dict[str, Any]:
-    """A round of FedLAP, all clients as one stack and its steps as graphs, against one after another in eager mode.
-
-    One pass instead of five, for both; the second round of each, since the first warms up.
-    """
+    """A round of FedLAP, and a quarter of one of FedLAP-DP: all clients as one stack, steps compiled and captured as
+    graphs, then the same uncompiled, against one client after another in eager mode. Something smaller warms up."""
     found = {}
     for source in ("mnist/fedlap", "mnist/fedlap-dp"):
-        plan = bench.plan(source, ("method.passes=1", "method.trajectories=1"), 2)
+        changes = ("method.trajectories=1", "method.steps=250") if source.endswith("dp") else ()
+        plan = bench.plan(source, changes, 1)
         task = plan.on(bench.data(bench.job(bench.out, plan)), bench.device)
-        for name, engine in (("together", Local()), ("one after another", Local(stack=1, workers=1))):
-            graphs.ENABLED = name == "together"
+        small = dataclasses.replace(plan.method, passes=1, batches=10, steps=10)
+        for name, compile, graphed, alone in (
+            ("compiled", True, True, False),
+            ("together", False, True, False),
+            ("one after another", False, False, True),
+        ):
+            graphs.ENABLED = graphed
+            engine = Local(stack=1 if alone else None, workers=1, compile=compile)
             try:
-                result = fedveil.run(task, plan.method, rounds=2, cohort=plan.cohort, engine=engine, evaluate_every=3)
+                for method in (dataclasses.replace(small, batches=2) if alone else small, plan.method):
+                    result = fedveil.run(task, method, rounds=1, cohort=plan.cohort, engine=engine)
             finally:
                 graphs.ENABLED = True
             found[f"{source}, {name}"] = result.ledger.rows[-1].seconds
             print(f"{source}, {name}: {result.ledger.rows[-1].seconds:.3g} s", flush=True)
-        found[f"{source}, ratio"] = found[f"{source}, one after another"] / found[f"{source}, together"]
+        for name in ("compiled", "together"):
+            found[f"{source}, {name}, ratio"] = found[f"{source}, one after another"] / found[f"{source}, {name}"]
     return found
 
 
@@ -166,10 +175,12 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, metavar="N", help="instead of as many as each part has")
     parser.add_argument("--only", default="", metavar="TEXT", help="of the runs those whose name has this in it")
+    parser.add_argument("--compile", action="store_true", help="as fedveil run --compile")
     parser.add_argument("--toy", action="store_true")
     chosen = parser.parse_args()
     directory = data.files.data_directory(chosen.data_dir)
-    bench = Bench(chosen.out, directory, recipe.pick_device(chosen.device), chosen.toy, chosen.rounds, {})
+    device = recipe.pick_device(chosen.device)
+    bench = Bench(chosen.out, directory, device, chosen.toy, chosen.compile, chosen.rounds, {})
     bench.out.mkdir(parents=True, exist_ok=True)
     for part in chosen.parts or parts:
         began, told = time.monotonic(), environment()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 
 import fedveil
 from fedveil import cli, data, graphs, message, recipe
-from fedveil.cli import commands, jobs, progress, shell
+from fedveil.cli import commands, jobs, progress, shell, show
 from fedveil.cli.options import What
 from fedveil.cli.progress import Interrupt
 from fedveil.ledger import Ledger
@@ -250,7 +251,7 @@ def test_resume_uses_what_the_run_was_started_with(monkeypatch: pytest.MonkeyPat
     engine = jobs.Local
     monkeypatch.setattr(jobs, "Local", lambda *args: made.append(args) or engine(*args))
     good(fv("resume", "a", "--rounds", 2))
-    assert made == [(1, 1, True)]
+    assert made == [(1, 1, True, False)]
 
 
 @pytest.mark.parametrize(
@@ -267,6 +268,29 @@ def test_a_damaged_folder_is_a_sentence(name: str, text: str, told: str) -> None
     good(run("a", rounds=1))
     Path("a", name).write_text(text)
     assert told in sentence(fv("resume", "a"))
+
+
+def test_a_folder_that_keeps_figures_only_is_reported_on_and_left_as_it_is() -> None:
+    good(run("a", method="fedage"))
+    kept = {name: Path("a", name).read_bytes() for name in ("recipe.toml", "environment.json", "ledger.jsonl")}
+    kept["environment.json"] = kept["environment.json"].replace(b"data_dir", b"somewhere")
+    Path("b").mkdir()
+    for name, content in kept.items():
+        Path("b", name).write_bytes(content)
+    for command in ("resume", "audit", "fedage attack"):
+        told = sentence(fv(*command.split(), "b"))
+        assert "b keeps the figures of 2 rounds and no checkpoint, so its weights are gone; run its recipe" in told
+    assert {path.name: path.read_bytes() for path in Path("b").iterdir()} == kept
+    good(fv("report", "b"))
+
+
+def test_looking_at_a_run_changes_nothing_in_it() -> None:
+    good(run("a"))
+    Path("a/checkpoint-00000002.fv").write_bytes(b"")
+    before = Path("a/ledger.jsonl").read_bytes()
+    with closing(RunFolder("a")):  # also while it is written
+        good(fv("audit", "a", "--records", 100))
+    assert Path("a/ledger.jsonl").read_bytes() == before
 
 
 # ---------------------------------------------------------------------------------------------------- compare
@@ -295,6 +319,19 @@ def test_a_comparison_is_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "c/digits-fedavg holds a run of another recipe" in sentence(fv(*command, "--set", "rounds=3"))
     shown = good(fv(*command[:-1], "table", "--set", "rounds=2"))
     assert re.search(r"^digits-fedsgd +0\.\d+ +80\.1 kB +320\.3 kB +[\d.e-]+$", shown, re.M), shown
+
+
+def test_a_comparison_with_a_private_run_has_a_column_for_it() -> None:
+    private = ["--set", "method.privacy.delta=1e-3", "--set", "rounds=1"]
+    good(run("c/digits-fedprox", *private, method="fedprox"))
+    good(run("c/digits-fedavg", "--set", "rounds=1"))
+    jobs_ = [jobs.Job.held(Path("c", name)) for name in ("digits-fedavg", "digits-fedprox")]
+    with show.out.capture() as shown:
+        show.comparison(jobs_)
+    assert re.search(r"^run +accuracy +and round +up in all +ε +seconds$", shown.get(), re.M)
+    assert re.search(r"^digits-fedavg +0\.\d+ .* kB +– +\S+$", shown.get(), re.M)
+    epsilon = jobs_[1].ledger.rows[-1].epsilon
+    assert re.search(rf"^digits-fedprox +0\.\d+ .* kB +{epsilon:.4g} +\S+$", shown.get(), re.M)
 
 
 def test_the_demo_is_of_built_in_recipes() -> None:
@@ -355,7 +392,7 @@ def test_a_run_ends_well_where_another_round_would_exceed_its_budget() -> None:
     assert figures["stopped"] == "budget"
     assert figures["rounds"] == len(Ledger.read(Path("a/ledger.jsonl")).rows) < 9
     assert 4 < figures["epsilon"] <= 5
-    told = f"fedveil: stopped after round {figures['rounds']} of 9: another would exceed the privacy budget"
+    told = f"fedveil: stopped after round {figures['rounds']} of 9: another round would exceed the privacy budget"
     assert result.stderr.splitlines()[-1] == told
     again = fv("resume", "a", "--format", "json")
     assert good(again) == figures
@@ -404,6 +441,9 @@ def test_lists(what: What) -> None:
         "recipes": "digits/fedavg-classes",
     }
     assert names[what] in [entry["name"] for entry in found]
+    lines = good(fv("list", what)).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) == len(found) or what != "recipes"
 
 
 @pytest.mark.parametrize("codec", sorted(fedveil.Codec.registry))
@@ -437,6 +477,8 @@ def test_the_keys_of_a_method_are_written_as_in_a_recipe() -> None:
     assert re.search(r"^  method\.up\.name +raw$", shown, re.M)
     assert re.search(r"^  method\.feedback +false$", shown, re.M)
     assert re.search(r"^  method\.local\.steps +none$", shown, re.M)
+    assert re.search(r"^  method\.up\.steps +1000$", good(fv("describe", "tofu")), re.M)
+    assert re.search(r'^  method\.augment +""$', good(fv("describe", "fedlap")), re.M)
 
 
 def test_a_checkpoint_is_shown_with_state_and_memories() -> None:
@@ -450,7 +492,11 @@ def test_a_checkpoint_is_shown_with_state_and_memories() -> None:
     assert (seen["dtype"], seen["shape"]) == ("float32", [20010])
     assert seen["norm"] == pytest.approx(float(weights("a").norm()), rel=1e-5)
     assert seen["min"] < seen["mean"] < seen["max"]
-    assert max(map(len, good(fv("inspect", "a/checkpoint-00000002.fv")).splitlines())) <= 80
+    shown = good(fv("inspect", "a/checkpoint-00000002.fv"))
+    assert max(map(len, shown.splitlines())) <= 80
+    good(run("b", rounds=1))
+    shown = good(fv("inspect", "b/checkpoint-00000001.fv"))
+    assert re.search(r"^  first +none\n.*\n  history +0 entries$", shown, re.M)
 
 
 def test_a_message_is_shown_with_its_envelope() -> None:

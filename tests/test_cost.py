@@ -100,6 +100,16 @@ def test_nobody_is_a_sentence() -> None:
         cost(task, fv.Recipe(rounds=1, seed=seed, cohort=plan.cohort))
 
 
+def test_a_cohort_too_small_for_a_secure_sum_is_a_sentence() -> None:
+    task, secure = linear_task(), fv.FedAvg(secure=fv.SecureSum())
+    with pytest.raises(ValueError, match="a round has 2 clients at most, and fedavg so set needs 3"):
+        cost(task, fv.Recipe(cohort=fv.Sampling(size=2), method=secure))
+    few = fv.Sampling(size=1, kind="poisson")
+    seed = next(s for s in range(50) if len(few.draw(task, fv.Seed.root(s).child("round", 1, "cohort"))) == 1)
+    with pytest.raises(ValueError, match=r"too few clients for a secure sum in every round; raise cohort\.size"):
+        cost(task, fv.Recipe(rounds=1, seed=seed, cohort=few, method=secure))
+
+
 def test_the_memory_estimate_grows_with_what_is_held() -> None:
     assert fv.Local(optimizer="adam", batch=8).work(100) == Work(100, 5, 8)
     assert fv.FedSynth(batches=1, epochs=2).work().held < fv.FedSynth(batches=2, epochs=2).work().held

@@ -2,18 +2,20 @@
 
 import itertools
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
 import fedveil as fv
-from fedveil.clients import Memory, Reply
+from fedveil.clients import Letter, Memory, Reply
 from fedveil.engines import Local
 from fedveil.federation import Starved
-from fedveil.message import Refused
+from fedveil.message import Envelope, Refused
 from fedveil.updates.scaffold import Control
-from toys import FourStages, LastReference, OtherProcess, Tamper, Twice, linear_task
+from toys import First, FourStages, LastReference, OtherProcess, Tamper, Twice, linear_task
 
 SHAPES = [
     (Twice(), fv.Sampling(size=4)),
@@ -53,6 +55,26 @@ def test_a_client_that_was_away_is_caught_up():
     away = [len(row.cohort) and row.cohort[0] for row in result.ledger.rows]
     assert any(away[i] not in away[i + 1 : i + 3] for i in range(3))
     torch.testing.assert_close(result.weights, linear_task().initial + sum(range(1, 8)))
+
+
+def test_stacks_that_open_a_round_beside_each_other_lose_no_notes():
+    class Slow(fv.clients.Clients):
+        @property
+        def round(self):
+            seen = self.open
+            time.sleep(0.02)  # long enough for the others to look too
+            return seen
+
+        @round.setter
+        def round(self, number):
+            self.open = number
+
+    clients = Slow(Twice(), linear_task(), bytes(8), fv.Seed.root(0))
+    question = First(torch.ones(1))
+    letters = [Letter(First.kind, Envelope(bytes(8), 1, k), fv.message.pack(question)) for k in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda letter: clients.answer([letter]), letters))
+    assert all(clients.notes[k] for k in range(4))
 
 
 def test_notes_are_gone_when_the_round_closes():
@@ -101,6 +123,12 @@ def test_late_answers_are_missing():
     result = fv.run(linear_task(10, 60), fv.FedAvg(), rounds=5, cohort=plan)
     late = sum(why.startswith("late") for row in result.ledger.rows for why in row.missing.values())
     assert 15 < late < 45  # P(exponential(2) > 1) = 0.61 of 50
+
+
+def test_a_share_of_the_cohort_is_not_rounded_up_by_a_hair():
+    assert [fv.Sampling(quorum=q).needed(100) for q in (0.07, 0.28, 0.285, 1, 5)] == [7, 28, 29, 1, 5]
+    with pytest.raises(ValueError, match=r"cohort\.deadline is -1; it is in seconds, above 0"):
+        fv.Sampling(deadline=-1)
 
 
 def test_below_quorum_the_weights_stay():

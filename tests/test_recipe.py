@@ -122,6 +122,27 @@ def test_a_wrong_change_is_one_sentence(change: str, sentence: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("method", "key", "sentence"),
+    [
+        ("scaffold", "privacy", "its updates and control variates come from gradients without noise; it is a key of f"),
+        ("scaffold", "user_privacy", "an update is cut and noised there, and its control variate would go along"),
+        ("q-fedavg", "privacy", "a client's weight is its loss on all its records, which no noise covers"),
+        ("baffle", "user_privacy", "updates are cut and noised there, and it sends slopes of the loss"),
+    ],
+)
+def test_where_privacy_is_no_key_a_sentence_says_why(method: str, key: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{method} has no 'method.{key}': {sentence}"):
+        parse({"method": {"name": method, key: {"noise": 1.0}}})
+
+
+def test_a_key_of_others_is_no_misspelling() -> None:
+    with pytest.raises(ValueError, match=r"^fedlap has no 'method.user_privacy'.*; it is a key of fedage, fedavg, "):
+        parse({"method": {"name": "fedlap", "user_privacy": {}}})
+    with pytest.raises(ValueError, match=r"^raw has no 'method\.up\.points'; it is a key of tofu$"):
+        parse({"method": {"name": "fedavg", "up": {"points": 3}}})
+
+
+@pytest.mark.parametrize(
     ("text", "sentence"),
     [
         (b"rounds =", "own.toml is not valid TOML"),

@@ -243,6 +243,30 @@ def test_if_every_checkpoint_is_damaged_one_sentence_says_so_and_nothing_is_over
     assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
 
+def test_a_checkpoint_of_something_else_is_refused(tmp_path):
+    with contextlib.closing(RunFolder(tmp_path)) as folder:
+        folder.save(bytes(8), 1, Control(torch.ones(3)), {})
+        with pytest.raises(RunError, match=r"no checkpoint in .* can be read: .*a Control is no server's state"):
+            folder.load()
+
+
+def test_figures_without_a_checkpoint_are_not_written_over(tmp_path):
+    train(tmp_path)
+    for path in tmp_path.glob("*.fv"):
+        path.unlink()
+    before = (tmp_path / "ledger.jsonl").read_bytes()
+    with pytest.raises(RunError, match="keeps the figures of 4 rounds and no checkpoint, so its weights are gone"):
+        train(tmp_path)
+    assert (tmp_path / "ledger.jsonl").read_bytes() == before
+
+
+def test_a_kill_before_the_first_checkpoint_leaves_a_row_that_is_done_again(method, undisturbed, tmp_path):
+    train(tmp_path, method, rounds=1)
+    (tmp_path / "checkpoint-00000001.fv").unlink()
+    train(tmp_path, method)
+    assert kept(tmp_path) == undisturbed
+
+
 def test_a_row_that_was_cut_off_is_written_anew(method, undisturbed, tmp_path):
     train(tmp_path, method)
     ledger = tmp_path / "ledger.jsonl"

@@ -6,6 +6,7 @@ import torch
 
 import fedveil as fv
 from fedveil import recipe
+from fedveil.runs import newest
 
 
 def built(source, **more):
@@ -22,9 +23,7 @@ def finished(tmp_path):
 
 def test_a_run_begins_where_another_ended(finished):
     start = built(finished).initial
-    saved = fv.runs.RunFolder(finished)
-    assert torch.equal(start, saved.load().state.weights)
-    saved.close()
+    assert torch.equal(start, newest(finished).state.weights)
     assert not torch.equal(start, recipe.read("digits/fedavg").build().initial)
 
 
@@ -54,11 +53,11 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, arrays, sentence):
 def test_a_path_that_is_nothing_of_the_kind_is_named(tmp_path, finished):
     with pytest.raises(ValueError, match="neither a run folder nor an"):
         built(tmp_path / "no.npz")
-    with pytest.raises(ValueError, match="holds no checkpoint that can be read"):
+    with pytest.raises(ValueError, match="which holds no checkpoint; give a finished run"):
         built(tmp_path)
     with pytest.raises(ValueError, match=r"holds 20010 weights, the model has \d+; give a run of this model"):
         recipe.read("digits/fedavg", [f"task.weights={finished}", "task.model=baffle-lenet"]).build()
-    newest = max(finished.glob("checkpoint-*.fv"))
-    newest.write_bytes(newest.read_bytes()[:-1] + b"?")
-    with pytest.raises(ValueError, match="holds no checkpoint that can be read"):
+    last = max(finished.glob("checkpoint-*.fv"))
+    last.write_bytes(last.read_bytes()[:-1] + b"?")
+    with pytest.raises(ValueError, match=r"no checkpoint in .* can be read: checkpoint-00000001.fv \(damaged"):
         built(finished)

@@ -1,4 +1,4 @@
-"""Windows by kernel and by PyTorch are the same, and so are their derivatives: on a GPU, or in Triton's interpreter."""
+"""Kernels and PyTorch give the same, windows also in their derivatives: on a GPU, or in Triton's interpreter."""
 
 import os
 import subprocess
@@ -6,9 +6,12 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.func import grad, vmap
 
+from fedveil import forward
 from fedveil import windows as w
+from fedveil.products import Products
 from fedveil.windows import Window
 
 SHAPES = [
@@ -16,10 +19,38 @@ SHAPES = [
     (2, 1, 6, 6, Window(3, 2, 2, 1, 1, 0)),
     (3, 2, 7, 7, Window(1, 1, 2, 2, 0, 0)),
 ]
+CONVOLUTIONS = [  # channels in and out, height, width
+    (3, 5, 7, 6, Window(3, 3, 1, 1, 1, 1)),
+    (16, 20, 6, 5, Window(3, 3, 2, 2, 1, 1)),
+    (1, 16, 9, 8, Window(5, 5, 1, 1, 2, 2)),
+    (6, 3, 8, 7, Window(2, 3, 1, 2, 0, 1)),
+    (128, 33, 4, 4, Window(3, 3, 1, 1, 1, 1)),
+    (32, 130, 5, 5, Window(1, 1, 2, 2, 0, 0)),
+]
+NORMS = [  # channels, groups, a picture, and how much of it a program holds
+    (torch.float16, 8, 2, (7, 5), 16384),
+    (torch.float16, 6, 1, (3, 5), 64),
+    (torch.float32, 6, 2, (9,), 16),
+    (torch.float64, 5, 1, (3, 3), 16384),
+]
+CLOSE = {  # half a unit in the last place, and the rounding of a sum that is not in half precision
+    torch.float16: {"rtol": 5.5e-4, "atol": 2e-5},
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.float64: {"rtol": 1e-12, "atol": 1e-12},
+}
 
 
 def compare(device):
     torch.manual_seed(0)
+    if device == "cpu":
+        forward.usable = lambda x: not torch.is_grad_enabled()
+    compare_windows(device)
+    with torch.no_grad():
+        compare_convolutions(device)
+        compare_norms(device)
+
+
+def compare_windows(device):
     for batch, channels, height, width, window in SHAPES:
         x = torch.randn(channels, batch, height, width, dtype=torch.float16, device=device).transpose(0, 1)
         assert torch.equal(w._Windows.of(x, window).cpu(), w.windows(x.cpu(), window))
@@ -34,9 +65,63 @@ def compare(device):
         assert torch.allclose(slope(w._Windows.of, xs[0]).cpu(), slope(w.windows, xs[0].cpu()))
 
 
+def compare_convolutions(device):
+    for dtype, settings in ((torch.float16, CONVOLUTIONS), (torch.float32, CONVOLUTIONS[:3])):
+        for channels, outputs, height, width, window in settings:
+            _, _, sh, sw, ph, pw = window
+            entries = channels * window.kh * window.kw
+            flat = (torch.randn(2, 3, outputs * (entries + 1), device=device) / entries**0.5).to(dtype)
+            weight, bias = flat.split((outputs * entries, outputs), -1)  # as they lie in a model's
+            weight = weight.unflatten(-1, (outputs, channels, window.kh, window.kw))
+            shared = torch.randn(2, channels, 2, height, width, device=device).to(dtype).transpose(1, 2)
+
+            def layer(x, weight, *bias, window=window):
+                return forward.conv2d(x, weight, *bias or [None], window)
+
+            def plain(x, weight, *bias, steps=(sh, sw), padding=(ph, pw)):
+                return F.conv2d(x, weight, *bias or [None], steps, padding)
+
+            agree(layer, plain, shared, weight, bias, shared=True)
+            agree(layer, plain, shared[:, None] * torch.arange(1, 4, device=device).view(-1, 1, 1, 1, 1), weight)
+
+
+def compare_norms(device):
+    for dtype, channels, groups, shape, entries in NORMS:
+        x = 3 + torch.randn(2, 3, channels, 2, *shape, device=device).to(dtype).transpose(2, 3)
+        weight, bias = torch.randn(2, 2, 3, channels, device=device).to(dtype)
+
+        def plain(x, *affine, groups=groups):
+            return F.group_norm(x, groups, *affine)
+
+        def layer(*tensors, plain=plain):
+            with Products():
+                return plain(*tensors)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(forward, "ENTRIES", entries)
+            agree(layer, plain, x, weight, bias)
+            agree(layer, plain, x[:, 0], weight, shared=True)
+            agree(layer, plain, x)
+
+
+def agree(layer, plain, x, *others, shared=False):
+    """`layer` of two groups of three models, stacked or not, is what `plain` is in float64, and repeats bit for bit."""
+    over = vmap(layer, (None if shared else 0, *[0] * len(others)))
+    got = vmap(over)(x, *others)
+    assert got.dtype == x.dtype
+    assert got.is_contiguous()
+    assert not x.is_cuda or torch.equal(got, vmap(over)(x, *others))
+    group = over(x[1], *(t[1] for t in others))
+    last = [x[1] if shared else x[1, 2], *(t[1, 2] for t in others)]
+    for g, k, result in ((0, 1, got[0, 1]), (1, 0, got[1, 0]), (1, 1, group[1]), (1, 2, layer(*last))):
+        one = [x[g] if shared else x[g, k], *(t[g, k] for t in others)]
+        want = plain(*(t.double().cpu() for t in one)).to(x.device)
+        torch.testing.assert_close(result.double(), want, **CLOSE[x.dtype])
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu():
-    assert w._kernels()
+    assert w.kernels()
     compare("cuda")
 
 

@@ -5,6 +5,7 @@ Every engine uses `Clients`: in simulation it holds all of them, in a deployment
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -175,6 +176,7 @@ class Clients:
         self.memory = Memory()
         self.notes: dict[int, dict[str, Any]] = {}
         self.round = 0
+        self._opening = threading.Lock()  # stacks are answered beside each other, and one of them is the first
 
     def answer(self, letters: Sequence[Letter]) -> list[Reply]:
         """Answer letters that share one payload, as one stack. An exception concerns the stack, not one client."""
@@ -224,7 +226,8 @@ class Clients:
         return f"refused: {sentence}" if isinstance(error, Refused) else f"failed: {type(error).__name__}: {sentence}"
 
     def _open_round(self, round_: int) -> None:
-        if round_ < self.round:
-            raise Refused("wrong round", f"round {round_} is over, round {self.round} has begun")
-        if round_ > self.round:
-            self.notes, self.round = {}, round_
+        with self._opening:
+            if round_ < self.round:
+                raise Refused("wrong round", f"round {round_} is over, round {self.round} has begun")
+            if round_ > self.round:
+                self.notes, self.round = {}, round_

@@ -50,14 +50,17 @@ class Work:
 
 def cost(task: Task, recipe: Recipe) -> dict[str, Any]:
     """The figures of `fedveil cost`: bytes up and down, passes, ε and an estimate of a client's memory."""
+    from fedveil.federation import begin
     from fedveil.updates.raw import FedAvg
 
     method, plain = recipe.method, FedAvg()
-    method.begin(task)  # says what does not suit the task
+    begin(task, method, recipe.cohort)  # says what does not suit the task
     turns = list(_turns(task, recipe))
     if not turns:
         raise ValueError("the recipe's draws choose nobody in any round; raise cohort.size")
     up, down = zip(*(_bytes(method, task, turn) for turn in turns), strict=True)
+    if not sum(up):
+        raise ValueError("the recipe's draws choose too few clients for a secure sum in every round; raise cohort.size")
     plain_up, plain_down = zip(*(_bytes(plain, task, turn) for turn in turns), strict=True)
     works = [method.work(turn) for turn in turns]
     epsilon, lasting = _privacy(task, recipe)

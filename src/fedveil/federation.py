@@ -53,6 +53,7 @@ class Method:
 
     name: ClassVar[str]
     about: ClassVar[About]
+    lacks: ClassVar[Mapping[str, str]] = {}  # why a key that other methods have is none of this one's
     registry: ClassVar[dict[str, type[Method]]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -130,6 +131,8 @@ class Sampling:
             raise ValueError(f"cohort.kind is '{self.kind}'; use uniform, weighted or poisson")
         if self.size < 1 or self.quorum <= 0 or not 0 <= self.drop < 1 or self.latency < 0:
             raise ValueError("a cohort needs size >= 1, quorum > 0, 0 <= drop < 1 and latency >= 0")
+        if self.deadline is not None and self.deadline <= 0:
+            raise ValueError(f"cohort.deadline is {self.deadline:g}; it is in seconds, above 0")
 
     def draw(self, task: Task, seed: Seed) -> tuple[int, ...]:
         """The clients of one round, in ascending order."""
@@ -147,7 +150,8 @@ class Sampling:
         return min(1.0, self.size / len(task.clients)) if self.kind == "poisson" else 1.0
 
     def needed(self, asked: int) -> int:
-        return math.ceil(self.quorum * asked) if self.quorum < 1 else int(self.quorum)
+        share = round(self.quorum * asked, 9)  # as a float, 0.07 × 100 is above 7
+        return math.ceil(share) if self.quorum < 1 else int(self.quorum)
 
 
 class BelowQuorum(Exception):

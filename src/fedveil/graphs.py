@@ -1,14 +1,20 @@
-"""How kernels are launched: a step captured once as a CUDA graph and replayed, or small kernels on one thread."""
+"""How kernels are made and launched: compiled, captured once as a CUDA graph, or small ones on one thread."""
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
+
+from fedveil.windows import sliced
 
 ENABLED = True  # set to False to run every step eagerly: what a benchmark compares with
+COMPILED = False  # set to True to compile what is `Fused`
 WARM_UP = 3  # real steps run before the capture, so that libraries have chosen their kernels and buffers
 
 Observer = Callable[[int, int], None]  # called with the steps done and the steps there are
@@ -73,6 +79,42 @@ class Loop:
 def repeat(step: Callable[[], object], times: int, device: torch.device, part: tuple[int, int] | None = None) -> None:
     """Run a `Loop` at once. `part` says what of a longer schedule this is; by default it is all there is."""
     Loop(step, times, device, part or (0, times)).run(times)
+
+
+class Fused:
+    """A function of tensors that gives tensors. With `COMPILED`, on a GPU, its elementwise work becomes few kernels.
+
+    What is compiled is every operation that the function did once, those of derivatives included, so what it does may
+    depend on shapes and not on values; there is a program for each set of shapes. Making one takes up to a minute.
+    """
+
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
+        self._function = function
+        self._programs: dict[tuple[Any, ...], Callable[..., tuple[Tensor, ...]]] = {}
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if not (COMPILED and tensors[0].is_cuda):
+            return self._function(*tensors)
+        shapes = tuple((t.shape, t.stride(), t.dtype) for t in tensors)
+        if shapes not in self._programs:
+            self._programs[shapes] = compiled(self._function, *tensors)
+        return self._programs[shapes](*tensors)
+
+
+def compiled(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> Callable[..., tuple[Tensor, ...]]:
+    """A program for tensors of these shapes; the function itself, with a warning, where PyTorch cannot make one."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    try:
+        with sliced():
+            operations = make_fx(function)(*tensors)
+        program: Callable[..., tuple[Tensor, ...]] = torch.compile(operations, dynamic=False)
+        program(*tensors)
+    except Exception as error:  # whatever a compiler may say: what it was to speed up works without it
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        warnings.warn(f"a step runs uncompiled: {reason}", stacklevel=3)
+        return function
+    return program
 
 
 def _teller(observer: Observer, before: int, total: int, device: torch.device) -> Callable[[int], None]:

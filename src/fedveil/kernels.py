@@ -1,4 +1,4 @@
-"""The kernels of windows.py, in Triton. A program does `BLOCK` places of one channel of one stack member."""
+"""The kernels of windows.py and forward.py, in Triton. A program works for one stack member."""
 
 # mypy: ignore-errors
 import triton
@@ -11,7 +11,10 @@ def spread(
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[n, (c, i, j), (b, r, q)] = x[n, b, c, r·SH + i - PH, q·SW + j - PW], 0 outside; s* are the strides of x."""
+    """out[n, (c, i, j), (b, r, q)] = x[n, b, c, r·SH + i - PH, q·SW + j - PW], 0 outside; s* are the strides of x.
+
+    A program does BLOCK places of one channel, and so it does in `fold`.
+    """
     channel = tl.program_id(1)
     blocks = tl.cdiv(places, BLOCK)
     member = (tl.program_id(0) // blocks).to(tl.int64)
@@ -55,3 +58,94 @@ def fold(
             source += across
     target = out + ((member * (places // (height * width)) + picture) * channels + channel) * (height * width)
     tl.store(target + y * width + z, total.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def convolve(
+    x, weight, bias, out, stack, places, sg, sk, sb, wg, wk, wo, wi, bg, bk, bo,
+    SC: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr,
+    CHANNELS: tl.constexpr, OUT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """out[n, b, o, r, q] = Σ weight[n, o, (i, j, c)] x[n, b, c, r·SH + i - PH, q·SW + j - PW] + bias[n, o].
+
+    n = (g, k) with k < `stack`; s*, w* and b* are the strides of x, weight and bias. A program does BLOCK places of
+    BLOCK_O channels; neighbours do the other channels of the same places.
+    """
+    pieces = tl.cdiv(OUT, BLOCK_O)
+    block, blocks = tl.program_id(0) // pieces, tl.cdiv(places, BLOCK)
+    member = (block // blocks).to(tl.int64)
+    g, k = member // stack, member % stack
+    place = block % blocks * BLOCK + tl.arange(0, BLOCK)
+    o = tl.program_id(0) % pieces * BLOCK_O + tl.arange(0, BLOCK_O)
+    picture = (place // (ROWS * COLUMNS)).to(tl.int64)
+    there, mine = (place < places)[None, :], (o < OUT)[:, None]
+    top, left = place // COLUMNS % ROWS * SH - PH, place % COLUMNS * SW - PW
+    pixels = x + g * sg + k * sk + (picture * sb + top * SY + left * SX)[None, :]
+    matrix = weight + g * wg + k * wk + (o * wo)[:, None]
+    total = tl.zeros((BLOCK_O, BLOCK), tl.float32)
+    step = tl.arange(0, BLOCK_I)
+    for start in range(0, KH * KW * CHANNELS, BLOCK_I):
+        entry = start + step
+        if CHANNELS % BLOCK_I == 0:  # one place of the window: what is outside the picture is so for all its channels
+            within, ours = there, mine
+            i, j = start // CHANNELS // KW, start // CHANNELS % KW
+            source = pixels + (start % CHANNELS * SC + i * SY + j * SX) + step.to(tl.int64)[:, None] * SC
+        else:
+            within, ours = there & (entry < KH * KW * CHANNELS)[:, None], mine & (entry < KH * KW * CHANNELS)[None, :]
+            i, j = (entry // CHANNELS // KW)[:, None], (entry // CHANNELS % KW)[:, None]
+            source = pixels + ((entry % CHANNELS).to(tl.int64)[:, None] * SC + i * SY + j * SX)
+        y, z = top[None, :] + i, left[None, :] + j
+        inside = within & (y >= 0) & (y < HEIGHT) & (z >= 0) & (z < WIDTH)
+        pixel = tl.load(source, mask=inside, other=0.0)
+        factor = tl.load(matrix + (entry * wi)[None, :], mask=ours, other=0.0)
+        total = tl.dot(factor, pixel, total, input_precision="ieee")
+    if bias is not None:
+        total += tl.load(bias + g * bg + k * bk + o * bo, mask=o < OUT, other=0.0).to(tl.float32)[:, None]
+    target = out + member * places * OUT + (picture * (OUT * ROWS * COLUMNS) + place % (ROWS * COLUMNS))[None, :]
+    tl.store(target + (o * (ROWS * COLUMNS))[:, None], total.to(out.dtype.element_ty), mask=there & mine)
+
+
+@triton.jit
+def normalise(
+    x, weight, bias, out, stack, pictures, groups, sg, sk, sb, wg, wk, wc, bg, bk, bc,
+    SC: tl.constexpr, SP: tl.constexpr,
+    CHANNELS: tl.constexpr, PLACES: tl.constexpr, EPS: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """out[n, b, c, p] = (x - mean) / √(variance + EPS) · weight[n, c] + bias[n, c], over CHANNELS channels at a time.
+
+    n = (g, k) with k < `stack`; s*, w* and b* are the strides of x, weight and bias. A program does one group of
+    channels of one picture, which is read once where its PLACES fit in a BLOCK.
+    """
+    group, picture = tl.program_id(0) % groups, tl.program_id(0) // groups
+    member = (picture // pictures).to(tl.int64)
+    g, k = member // stack, member % stack
+    c, place = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK)[None, :]
+    channel = (group * CHANNELS + c).to(tl.int64)
+    source = x + g * sg + k * sk + (picture % pictures).to(tl.int64) * sb + channel * SC + place * SP
+    target = out + (picture.to(tl.int64) * groups * CHANNELS + channel) * PLACES + place
+    sums = tl.float64 if WIDE else tl.float32
+    total = tl.zeros((BLOCK_C, BLOCK), sums)
+    for start in range(0, PLACES, BLOCK):
+        there = (c < CHANNELS) & (start + place < PLACES)
+        total += tl.load(source + start * SP, mask=there, other=0.0).to(sums)
+    mean = tl.sum(total) / (CHANNELS * PLACES)
+    total = tl.zeros((BLOCK_C, BLOCK), sums)
+    for start in range(0, PLACES, BLOCK):
+        there = (c < CHANNELS) & (start + place < PLACES)
+        apart = tl.where(there, tl.load(source + start * SP, mask=there, other=0.0).to(sums) - mean, 0.0)
+        total += apart * apart
+    scale = 1 / tl.sqrt(tl.sum(total) / (CHANNELS * PLACES) + EPS)
+    factor = tl.full((BLOCK_C, 1), 1, sums) * scale
+    shift = tl.zeros((BLOCK_C, 1), sums)
+    if weight is not None:
+        factor *= tl.load(weight + g * wg + k * wk + channel * wc, mask=c < CHANNELS, other=0.0).to(sums)
+    if bias is not None:
+        shift += tl.load(bias + g * bg + k * bk + channel * bc, mask=c < CHANNELS, other=0.0).to(sums)
+    for start in range(0, PLACES, BLOCK):
+        there = (c < CHANNELS) & (start + place < PLACES)
+        result = (tl.load(source + start * SP, mask=there, other=0.0).to(sums) - mean) * factor + shift
+        tl.store(target + start, result.to(out.dtype.element_ty), mask=there)

@@ -153,7 +153,7 @@ class Result:
 
 
 def figure(value: Any) -> str:
-    """A number with six significant digits, whole numbers with separators."""
+    """A number with six significant digits at least, and separators."""
     if isinstance(value, float):
-        return f"{value:.6g}"
+        return f"{value:,.0f}" if abs(value) >= 1e6 else f"{value:,.6g}"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -348,26 +348,32 @@ def _check_tensor(name: str, tensor: Tensor, schema: Shape, sizes: Mapping[str, 
 
 
 def blank(record: type[R], sizes: Mapping[str, Size]) -> R:
-    """A record of the right shapes without values: tensors on torch's `meta` device, numbers 0 or their default."""
+    """A record of the right shapes without values: tensors on torch's `meta` device, numbers 0 or their default, and
+    "bytes" of what varies in length."""
     hints, known = typing.get_type_hints(record), {}
     for each in msgspec.structs.fields(record):
         if schema := fields(record).get(each.name):
             dtype, shape = schema.bind(sizes)
             known[each.name] = torch.empty(shape, dtype=dtype, device="meta")
         elif each.required:
-            known[each.name] = hints[each.name]()
+            known[each.name] = bytes(_most(sizes)) if hints[each.name] is bytes else hints[each.name]()
     return record(**known)
 
 
 def size_limit(record: type[Record], sizes: Mapping[str, Size]) -> int:
     """The most bytes a frame of this kind can have: tensors, a few scalars, and "bytes" for what varies in length."""
-    more = sizes.get("bytes", 0)
-    assert isinstance(more, int)
-    total = _PREFIX.size + 1024 + more
+    total = _PREFIX.size + 1024 + _most(sizes)
     for schema in fields(record).values():
         dtype, shape = schema.bind(sizes)
         total += math.prod(shape) * dtype.itemsize + 8
     return total
+
+
+def _most(sizes: Mapping[str, Size]) -> int:
+    """How long at most a field is that varies in length."""
+    most = sizes.get("bytes", 0)
+    assert isinstance(most, int)
+    return most
 
 
 def stack(records: Sequence[Record], name: str) -> Tensor:

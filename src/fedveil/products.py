@@ -16,11 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fedveil import forward
 from fedveil.windows import Window, windows
 
 
 class Products(TorchFunctionMode):
-    """While active, linear layers and 2-D convolutions without groups are products, and mean pools are means."""
+    """While active, linear layers and 2-D convolutions without groups are products, and mean pools are means.
+
+    Where nothing is differentiated, half-precision convolutions and all group norms are kernels of their own.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -32,6 +36,8 @@ class Products(TorchFunctionMode):
             return linear(*args, **kwargs)
         if func is F.avg_pool2d:
             return avg_pool2d(*args, **kwargs)
+        if func is F.group_norm:
+            return group_norm(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -59,6 +65,8 @@ def conv2d(
         with torch._C.DisableTorchFunction():
             return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
     window = Window(kh, kw, sh, sw, *_pair(padding))
+    if forward.usable(x) and x.dtype == weight.dtype == forward.PRECISION and x.shape[1] == weight.shape[1]:
+        return forward.conv2d(x, weight, bias, window)
     result = product(weight.flatten(1), windows(x, window))  # [O, B·rows·columns]
     result = result.view(out, len(x), *window.over(*x.shape[2:])).transpose(0, 1)
     return result if bias is None else result + bias[:, None, None]
@@ -76,6 +84,16 @@ def avg_pool2d(
     tiles = x[..., : rows * kh, : columns * kw].unflatten(-1, (columns, kw)).unflatten(-3, (rows, kh))
     mean: Tensor = tiles.mean((-1, -3))
     return mean
+
+
+def group_norm(
+    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """`F.group_norm` for inputs [B, C, …]."""
+    if forward.usable(x) and x.dim() > 2 and x.shape[1] % num_groups == 0:
+        return forward.group_norm(x, num_groups, weight, bias, eps)
+    with torch._C.DisableTorchFunction():
+        return F.group_norm(x, num_groups, weight, bias, eps)
 
 
 def product(w: Tensor, x: Tensor) -> Tensor:

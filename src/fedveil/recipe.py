@@ -212,7 +212,7 @@ def _build(kind: type[Any], table: Any, path: str) -> Any:
     for key, value in table.items():
         where = f"{path}.{key}" if path else key
         if key not in known:
-            raise ValueError(f"unknown key '{where}'{nearest(key, known, path)}")
+            raise ValueError(_lacking(kind, key, where) or f"unknown key '{where}'{nearest(key, known, path)}")
         hint = hints[key]
         if section := _section(kind, key, hint):
             given[key] = _build(section, value, where)
@@ -224,6 +224,15 @@ def _build(kind: type[Any], table: Any, path: str) -> Any:
         if isinstance(given[key], float) and not math.isfinite(given[key]):
             raise ValueError(f"'{where}' is {value}; it must be a finite number")
     return kind(**given)
+
+
+def _lacking(kind: type[Any], key: str, where: str) -> str:
+    """Of a key that others of the registry have: why this one has none, and whose it is."""
+    having = sorted(name for name, other in getattr(kind, "registry", {}).items() if key in _keys(other))
+    if not having:
+        return ""
+    why = getattr(kind, "lacks", {}).get(key)
+    return f"{kind.name} has no '{where}'{f': {why}' if why else ''}; it is a key of {', '.join(having)}"
 
 
 def _section(kind: type[Any], key: str, hint: Any) -> type[Any] | None:

@@ -94,15 +94,7 @@ class RunFolder:
 
     def ledger(self, rounds: int) -> Ledger:
         """The ledger, cut back to its first `rounds` rows, open for more."""
-        path = self.path / "ledger.jsonl"
-        try:
-            rows = Ledger.read(path).rows[:rounds] if path.exists() else []
-        except ValueError as error:
-            raise RunError(error) from None
-        if len(rows) < rounds:
-            raise RunError(
-                f"{path} has {len(rows)} rows but the checkpoint is of round {rounds}; the ledger was damaged"
-            )
+        path, rows = self.path / "ledger.jsonl", first_rows(self.path, rounds)
         write(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
         file = open(path, "ab")  # noqa: SIM115 - closed by close()
         self._ledger = file
@@ -119,9 +111,12 @@ class RunFolder:
     def asked(self, rounds: int) -> list[list[int]]:
         """Every cohort that was asked, at least `rounds` of them."""
         path = self.path / "asked.jsonl"
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        data = path.read_bytes() if path.exists() else b""
+        whole = data[: data.rfind(b"\n") + 1]
+        if whole != data:  # a line that a kill cut off was not asked yet, and the next one must not end it
+            write(path, whole)
         try:
-            cohorts = [msgspec.json.decode(line, type=list[int]) for line in lines if line.endswith(b"\n")]
+            cohorts = [msgspec.json.decode(line, type=list[int]) for line in whole.splitlines()]
         except (msgspec.DecodeError, UnicodeDecodeError):
             cohorts = []
         if len(cohorts) < rounds:
@@ -156,22 +151,55 @@ class RunFolder:
 
     def checkpoints(self) -> list[Path]:
         """Checkpoint files, newest first."""
-        return sorted(self.path.glob("checkpoint-*.fv"), reverse=True)
+        return _checkpoints(self.path)
 
     def load(self) -> Saved | None:
-        """The newest checkpoint that is whole; None where there is none at all."""
-        problems = []
-        for path in self.checkpoints():
-            try:
-                return read_checkpoint(path.read_bytes())
-            except (Refused, OSError) as error:
-                problems.append(f"{path.name} ({error})")
-        if problems:
-            raise RunError(f"no checkpoint in {self.path} can be read: {', '.join(problems)}")
-        return None
+        """The newest checkpoint that is whole; None before the first one."""
+        return newest(self.path)
 
     def _checkpoint(self, round_: int) -> Path:
         return self.path / f"checkpoint-{round_:08d}.fv"
+
+
+def newest(folder: Path) -> Saved | None:
+    """The newest checkpoint in a folder that is whole; None before the first one. Whoever reads needs no lock."""
+    problems = []
+    for path in _checkpoints(folder):
+        try:
+            return read_checkpoint(path.read_bytes())
+        except (Refused, OSError) as error:
+            problems.append(f"{path.name} ({error})")
+    if problems:
+        raise RunError(f"no checkpoint in {folder} can be read: {', '.join(problems)}")
+    if len(rows := _rows(folder)) > 1:  # one is what a kill before the first checkpoint leaves
+        raise RunError(
+            f"{folder} keeps the figures of {len(rows)} rounds and no checkpoint, so its weights are gone; "
+            "run its recipe.toml again with another --out"
+        )
+    return None
+
+
+def first_rows(folder: Path, rounds: int) -> list[Row]:
+    """The first `rounds` rows of a folder's ledger, which a checkpoint of that round is beside."""
+    rows = _rows(folder)
+    if len(rows) < rounds:
+        raise RunError(
+            f"{folder / 'ledger.jsonl'} has {len(rows)} rows but the checkpoint is of round {rounds}; "
+            "the ledger was damaged"
+        )
+    return rows[:rounds]
+
+
+def _rows(folder: Path) -> list[Row]:
+    path = folder / "ledger.jsonl"
+    try:
+        return Ledger.read(path).rows if path.exists() else []
+    except ValueError as error:
+        raise RunError(error) from None
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return sorted(folder.glob("checkpoint-*.fv"), reverse=True)
 
 
 def read_checkpoint(data: bytes) -> Saved:
@@ -182,7 +210,10 @@ def read_checkpoint(data: bytes) -> Saved:
     memory: dict[int, list[tuple[int, int, Record]]] = {}
     for entry in checkpoint.memory:
         memory.setdefault(entry.client, []).append((entry.round, entry.serial, unfold(entry.frame)))
-    return Saved(checkpoint.run, checkpoint.round, unfold(checkpoint.state), memory)
+    state = unfold(checkpoint.state)
+    if not isinstance(getattr(state, "weights", None), Tensor):
+        raise Refused("wrong kind", f"a {type(state).__name__} is no server's state")
+    return Saved(checkpoint.run, checkpoint.round, state, memory)
 
 
 def digested(data: bytes) -> bytes:

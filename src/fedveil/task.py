@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from fedveil.data import Data, Split
+from fedveil.graphs import Fused
 from fedveil.message import Size
 from fedveil.products import Products
 
@@ -119,6 +120,7 @@ class Task:
         self.layout = Layout.of(model)
         self.initial = self.layout.join(dict(model.named_parameters())).detach().to(self.device, torch.float32).clone()
         self.work, self.activations = _count(model, data.x[:2])
+        self._fused: dict[Hashable, Fused] = {}
         self.stackable = self._try_vmap()
 
     def f(self, w: Tensor, x: Tensor) -> Tensor:
@@ -147,6 +149,10 @@ class Task:
         mean = (self.stacked_losses(w, x, y) * mask).sum(1) / mask.sum(1).clamp(min=1)
         (gradient,) = torch.autograd.grad(mean.sum(), w)
         return gradient, mean.detach()
+
+    def fused(self, name: Hashable, function: Callable[..., tuple[Tensor, ...]]) -> Fused:
+        """What is to be compiled of this task's work, by name, so that it is compiled once."""
+        return self._fused.setdefault(name, Fused(function))
 
     @torch.no_grad()
     def evaluate(self, w: Tensor) -> dict[str, float]:

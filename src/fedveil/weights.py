@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.data.files import read_npz
-from fedveil.message import Refused
-from fedveil.runs import read_checkpoint
+from fedveil.runs import newest
 from fedveil.task import Layout
 
 
@@ -34,15 +33,13 @@ def load_weights(model: nn.Module, source: Path) -> None:
 
 def _newest(folder: Path, size: int) -> Tensor:
     """The weights [d] of the newest checkpoint that is whole."""
-    for path in sorted(folder.glob("checkpoint-*.fv"), reverse=True):
-        try:
-            weights = read_checkpoint(path.read_bytes()).state.weights
-        except (Refused, OSError):
-            continue
-        if isinstance(weights, Tensor) and weights.shape == (size,):
-            return weights.float()
+    saved = newest(folder)
+    if saved is None:
+        raise ValueError(f"task.weights is {folder}, which holds no checkpoint; give a finished run")
+    weights: Tensor = saved.state.weights
+    if weights.shape != (size,):
         raise ValueError(f"{folder} holds {weights.numel()} weights, the model has {size}; give a run of this model")
-    raise ValueError(f"task.weights is {folder}, which holds no checkpoint that can be read; give a finished run")
+    return weights.float()
 
 
 def _arrays(path: Path) -> dict[str, Tensor]:

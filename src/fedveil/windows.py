@@ -7,6 +7,8 @@ kernel is the derivative of the other and each result is one sum in a fixed orde
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 512  # positions a program
+_slicing = False  # see `sliced`
 
 
 class Window(NamedTuple):
@@ -34,11 +37,35 @@ class Window(NamedTuple):
 
 def windows(x: Tensor, window: Window) -> Tensor:
     """Pictures [B, I, H, W] -> [I·kh·kw, B·rows·columns], a column for each place of the window."""
-    if x.is_cuda and _kernels():
+    if _slicing:
+        return _slices(x, window)
+    if x.is_cuda and kernels():
         return _Windows.of(x, window)
     ph, pw = window.ph, window.pw
     parts = F.pad(x, (pw, pw, ph, ph)).unfold(2, window.kh, window.sh).unfold(3, window.kw, window.sw)
     return parts.permute(1, 4, 5, 0, 2, 3).flatten(3).flatten(0, 2)
+
+
+@contextmanager
+def sliced() -> Iterator[None]:
+    """Windows are slices of the padded pictures, which are poor kernels and what a compiler makes a good one of."""
+    global _slicing
+    _slicing = True
+    try:
+        yield
+    finally:
+        _slicing = False
+
+
+def _slices(x: Tensor, window: Window) -> Tensor:
+    rows, columns = window.over(*x.shape[2:])
+    x = F.pad(x, (window.pw, window.pw, window.ph, window.ph))
+    shown = [
+        x[:, :, i : i + rows * window.sh : window.sh, j : j + columns * window.sw : window.sw]
+        for i in range(window.kh)
+        for j in range(window.kw)
+    ]
+    return torch.stack(shown).permute(2, 0, 1, 3, 4).flatten(2).flatten(0, 1)
 
 
 class _Windows(torch.autograd.Function):
@@ -56,7 +83,7 @@ class _Windows(torch.autograd.Function):
         out = x.new_empty(*x.shape[:-4], channels * window.kh * window.kw, batch * rows * columns)
         places = batch * rows * columns
         grid = (-(-places // BLOCK) * len(flat), channels)  # only the first may be large
-        _kernels()["spread"][grid](
+        kernels().spread[grid](
             flat, out, places, channels, height, width, rows, columns, *flat.stride(), *window, BLOCK
         )
         return out
@@ -91,7 +118,7 @@ class _Folded(torch.autograd.Function):
         places = batch * height * width
         grid = (-(-places // BLOCK) * len(flat), channels)  # only the first may be large
         wide = torch.promote_types(parts.dtype, torch.float32) == torch.float64
-        _kernels()["fold"][grid](
+        kernels().fold[grid](
             flat, out, places, channels, height, width, rows, columns, batch * rows * columns, *window, BLOCK, wide
         )
         return out
@@ -113,10 +140,10 @@ class _Folded(torch.autograd.Function):
 
 
 @cache
-def _kernels() -> dict[str, Any]:
-    """The kernels by name; none where Triton, which comes with PyTorch for GPUs, is missing."""
+def kernels() -> Any:
+    """The module of kernels; None where Triton, which comes with PyTorch for GPUs, is missing."""
     try:
         from fedveil import kernels
     except ImportError:
-        return {}
-    return {"spread": kernels.spread, "fold": kernels.fold}
+        return None
+    return kernels

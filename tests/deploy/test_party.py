@@ -10,6 +10,7 @@ import fedveil as fv
 from fedveil import recipe
 from fedveil.deploy import scaffold
 from fedveil.engines.local import Local
+from fedveil.privacy.account import SPENT
 from fedveil.runs import RunError, read_checkpoint
 
 pytest.importorskip("flwr")
@@ -143,6 +144,16 @@ def test_every_recipe_runs_with_clients_that_hold_their_own_records_and_a_server
     monkeypatch.chdir(made.folder)
     made.start()
     assert [(row.missing, row.events, len(row.up)) for row in made.rows] == [({}, [], 4)] * 2
+
+
+def test_a_deployment_says_that_its_privacy_budget_ended_it(tmp_path, monkeypatch, capsys):
+    changes = ("rounds=4", "method.local.steps=2", "method.privacy.noise=2.0", "method.privacy.budget=1.0")
+    made = Federation(tmp_path / "federation", "digits/dp-fedavg", *changes)
+    monkeypatch.chdir(made.folder)
+    made.start()
+    assert f"fedveil: stopped after round {len(made.rows)} of 4: {SPENT}" in capsys.readouterr().err
+    assert 1 <= len(made.rows) < 4
+    assert made.rows[-1].epsilon <= 1.0
 
 
 def test_a_client_without_an_identity_takes_no_part_in_a_secure_sum(tmp_path, monkeypatch):

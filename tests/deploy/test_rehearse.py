@@ -22,6 +22,7 @@ from fedveil import recipe
 from fedveil.cli import app
 from fedveil.deploy import keys, rehearse, scaffold
 from fedveil.engines.local import Local
+from fedveil.privacy.account import SPENT
 from fedveil.runs import read_checkpoint
 
 pytest.importorskip("flwr")
@@ -100,10 +101,31 @@ def test_a_method_that_asks_twice_in_a_rehearsal_of_the_command_line(room):
     assert torch.allclose(weights(folder, 2), weights(folder, 1) + 1.5)
     resumed = CliRunner().invoke(app, ["resume", str(folder / "run")])
     assert resumed.exit_code == 2
-    assert "is the run of a deployment; it goes on when its app is started again" in " ".join(resumed.stderr.split())
+    assert "run is the run of a deployment, whose records are elsewhere" in " ".join(resumed.stderr.split())
     again = CliRunner().invoke(app, words)  # finished: nothing is started
     assert again.exit_code == 0
     assert json.loads(again.stdout) == figures
+
+
+def test_a_budget_that_is_spent_is_an_end_and_no_failure(tmp_path, monkeypatch):
+    class Played(rehearse.Stage):
+        """A stage on which the run ends at once, with these words."""
+
+        said = ""
+        start_superlink = register = start_node = check = lambda self, *_: None
+
+        def start_run(self, **config):
+            (self.logs / "run.log").write_text(f"fedveil: {self.said}\n")
+            return subprocess.Popen(["true"])
+
+    folder, heard = deployment(tmp_path / "federation"), []
+    monkeypatch.setattr(rehearse, "Stage", Played)
+    plan = rehearse.planned(folder)[0]
+    with pytest.raises(rehearse.Failed, match="the run ended early"):
+        rehearse.rehearse(folder, plan, 2, heard.append, heard.append)
+    Played.said = f"stopped after round 2 of 5: {SPENT}"
+    assert rehearse.rehearse(folder, plan, 2, heard.append, heard.append) == "budget"
+    assert Played.said in heard
 
 
 @pytest.mark.slow

@@ -107,6 +107,7 @@ def test_an_empty_folder_will_do(tmp_path):
         (["--set", "cohort.kind=weighted"], "does not know who holds how much; use uniform"),
         (["--set", "method.locale=1"], "unknown key 'method.locale'; did you mean 'method.local'?"),
         (["--set", "split.most=5"], "holds 479 records, but split.most is 5; raise it."),
+        (["--set", "method.secure.bits=20", "--clients", 2], "a round has 2 clients at most, and fedavg so set needs"),
     ],
 )
 def test_what_cannot_be_deployed_is_one_sentence_and_no_folder(tmp_path, words, told):

@@ -184,6 +184,7 @@ HOSTILE = {
     "garbage": (lambda: ours(frame=b"\x80\x04pickle" * 9), "refused: not a frame"),
     "a problem that is a number": (lambda: ours(frame=b"", problem=3), "refused: malformed"),
     "a long problem": (lambda: ours(frame=b"", problem="x \n" * 9999), "x x x"),
+    "a problem for a terminal": (lambda: ours(frame=b"", problem="\x1b[2Jgone\x07"), "?[2Jgone?"),
 }
 FIGURES = {
     "passes below zero": {"passes": -1},

@@ -73,6 +73,14 @@ def test_small_models_are_stacked_and_large_ones_spread_over_workers():
     assert engine._fits >= 4
 
 
+def test_an_engine_can_be_used_again_for_a_task_of_another_size(monkeypatch):
+    monkeypatch.setattr(Local, "lanes", lambda self, task: 2 if len(task.clients) == 4 else 1)
+    engine = Local()
+    for clients in (4, 3, 4):
+        result = fv.run(linear_task(clients), fv.FedAvg(), rounds=1, cohort=2, engine=engine)
+        assert not result.ledger.rows[0].missing
+
+
 def test_impossible_settings_are_refused():
     with pytest.raises(ValueError, match="at least 1"):
         Local(stack=0)

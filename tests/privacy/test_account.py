@@ -163,6 +163,17 @@ def test_what_was_asked_is_on_the_disk_before_it_is_asked(tmp_path):
     assert seen == ["[0,1,2,3]\n", "[0,1,2,3]\n" * 2]
 
 
+def test_a_line_that_a_kill_cut_off_is_not_ended_by_the_next(tmp_path):
+    fv.run(linear_task(), private(), rounds=1, cohort=4, folder=tmp_path)
+    with open(tmp_path / "asked.jsonl", "ab") as file:
+        file.write(b"[0,1")
+    for rounds in (2, 3):
+        result = fv.run(linear_task(), private(), rounds=rounds, cohort=4, folder=tmp_path)
+    assert (tmp_path / "asked.jsonl").read_text() == "[0,1,2,3]\n" * 3
+    whole = fv.run(linear_task(), private(), rounds=3, cohort=4)
+    assert [row.epsilon for row in result.ledger.rows] == [row.epsilon for row in whole.ledger.rows]
+
+
 def test_a_method_that_promises_nothing_is_not_charged(tmp_path):
     result = fv.run(linear_task(), fv.FedAvg(LOCAL), rounds=2, cohort=4, folder=tmp_path)
     assert [row.epsilon for row in result.ledger.rows] == [None, None]

@@ -459,6 +459,22 @@ def test_a_server_that_lost_its_round_may_begin_it_again_until_somebody_unmasked
     assert replace(LAST[0]).clients == (0, 1, 2, 3, 4)
 
 
+@pytest.mark.parametrize("wrong", [-24, -21, 1, 10**6])
+def test_a_weight_that_the_clients_cannot_have_costs_the_round_and_not_the_run(wrong):
+    def lie(client, answer):
+        if client != 1 or not isinstance(answer, Masked):
+            return answer
+        vector = answer.vector.clone()
+        vector[-2] += wrong
+        return Masked(vector)
+
+    task = linear_task(4)  # six records each
+    result = fv.run(task, Summed(), rounds=1, cohort=Only(size=4), engine=Transport(answer=lie))
+    (event,) = result.ledger.rows[0].events
+    assert f"its weight is {24 + wrong}, and that of 4 clients is from 4 to 24" in event
+    assert torch.equal(result.weights, task.initial)
+
+
 def test_what_is_summed_cannot_be_asked_in_the_clear():
     clients = fv.clients.Clients(Summed(), TASK, bytes(8), fv.Seed.root(0))
     with pytest.raises(fv.Refused, match="wrong kind: toy-summed has no question of kind 221"):

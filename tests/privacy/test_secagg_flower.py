@@ -69,6 +69,19 @@ def test_a_node_that_restarts_finds_its_secrets_lost(tmp_path):
     assert LAST[0].clients == (1, 2, 3, 4)
 
 
+def test_a_node_that_restarts_does_not_unmask_twice_in_a_round(tmp_path):
+    method, memory = Summed(), lambda context: tmp_path / str(context.node_id)
+    grid = Nodes(client_app(made(TASK, method), memory), range(5))
+    engine = Flower(grid, 600.0, poll=0.001, tell=lambda said: None, simulated=False)
+    fv.run(TASK, method, rounds=1, cohort=5, engine=engine)
+    for context in grid.contexts.values():
+        context.state.config_records.clear()
+    run = engine._clients.run
+    for round_, told in ((1, "refused: wrong stage: client 2 has unmasked a sum in round 1"), (2, "")):
+        (reply,) = engine.deliver([letter(Advertise(), 2, run, round_)], None)
+        assert reply.problem == told
+
+
 def test_secrets_are_carried_sealed_to_the_same_round_of_the_same_client_only():
     clients = fv.clients.Clients(Summed(), TASK, bytes(8), fv.Seed.root(0))
     clients.answer([letter(Advertise(), 3, bytes(8), 1)])

@@ -89,6 +89,13 @@ def test_a_run_that_stopped_at_its_target_is_finished(make: Maker, out: Path) ->
     assert "unfinished" not in verdict(write([make("a", [0.5, 0.6], planned=20, extra="target = 0.6")], out))
 
 
+def test_a_run_that_may_have_stopped_at_its_privacy_budget_is_not_called_unfinished(make: Maker, out: Path) -> None:
+    folder = make("a", [0.5, 0.6], planned=20, tables="[method.privacy]\nbudget = 3.0\n")
+    assert verdict(write([folder], out)).endswith(
+        "fedavg + DP has done 2 of 20 rounds within its privacy budget of ε = 3."
+    )
+
+
 def test_a_run_that_has_only_begun_is_reported(make: Maker, out: Path) -> None:
     folder = make("a", [], planned=5)
     for name in ("ledger.jsonl", "environment.json"):

@@ -1,15 +1,21 @@
 """The steps of surrogate methods can be captured as CUDA graphs: tried on a CPU by watching every operation."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fedveil import graphs
 from fedveil import task as task_module
-from fedveil.graphs import Loop
-from fedveil.privacy.dpsgd import DpSgd, clipped_sum
+from fedveil.graphs import Loop, compiled
+from fedveil.privacy import dpsgd
+from fedveil.privacy.dpsgd import DpSgd, _clipped_sum, clipped_sum
 from fedveil.products import Products
+from fedveil.seeds import Seed
 from fedveil.surrogates.feddm import FedDm
 from fedveil.surrogates.fedlap import FedLap
+from fedveil.surrogates.matching import matched
 from fedveil.surrogates.sets import Distil
 from surrogates.small import crowd_of, images_task
 
@@ -96,3 +102,53 @@ def test_layers_as_products_have_the_same_slopes_and_private_gradients(monkeypat
     for one, other in zip(*found, strict=True):
         assert torch.allclose(one, other, rtol=1e-3, atol=1e-5)
         assert float(one.abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("compile", ["traced", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_a_program_does_with_other_numbers_what_the_step_does(compile, monkeypatch):
+    """Layers are products as on a GPU. Tracing is most of what can go wrong; compiling takes a minute."""
+    monkeypatch.setattr(task_module, "nullcontext", Products)
+    if compile == "traced":
+        monkeypatch.setattr(torch, "compile", lambda operations, dynamic: operations)
+    task, draw = images_task(), torch.Generator().manual_seed(1)
+
+    def numbers():
+        weights = task.initial + 0.1 * torch.randn(2, task.layout.size, generator=draw)
+        images, goal = torch.randn(2, 4, 1, 6, 6, generator=draw), torch.randn(weights.shape, generator=draw)
+        rows = torch.randint(len(task.x), (2, 16), generator=draw)
+        mask = torch.bernoulli(torch.full((2, 16), 0.5), generator=draw)
+        labels = torch.randint(2, (2, 4), generator=draw)
+        return (weights, images, labels, goal), (weights, task.x[rows], task.y[rows], mask)
+
+    for step, *given in zip(
+        (partial(matched, task, 0.1), partial(_clipped_sum, task, 0.5)), numbers(), numbers(), strict=True
+    ):
+        program = compiled(step, *given[0])
+        assert program is not step
+        for one, other in zip(step(*given[1]), program(*given[1]), strict=True):
+            assert float((one - other).norm()) < 1e-3 * float(one.norm())
+
+
+def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch):
+    def broken(operations, dynamic):
+        raise RuntimeError("no compiler\nand a long story")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    with pytest.warns(UserWarning, match="^a step runs uncompiled: no compiler$"):
+        program = compiled(double := lambda x: (2 * x,), torch.ones(2))
+    assert program is double
+
+
+def test_pieces_of_one_size_have_the_same_private_gradient(monkeypatch):
+    task, how = images_task(), DpSgd(noise=0.5, delta=1e-3)
+    weights, found, seen = task.initial.expand(2, -1), [], []
+    whole = dpsgd._clipped_sum
+    monkeypatch.setattr(dpsgd, "_clipped_sum", lambda *given: seen.append(given[-1].shape[1]) or whole(*given))
+    monkeypatch.setattr(dpsgd, "PIECE", 3)
+    for on in (False, True):
+        monkeypatch.setattr(graphs, "COMPILED", on)
+        monkeypatch.setattr(task, "_fused", {})
+        gradient = how.gradients(crowd_of(task), weights, 8, 2, [Seed.root(k) for k in range(2)])
+        found.append(torch.stack([gradient(), gradient()]))
+    assert set(seen[2:]) == {3}
+    assert torch.allclose(*found, atol=1e-6)

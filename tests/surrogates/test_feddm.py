@@ -104,7 +104,7 @@ def test_settings_that_cannot_be_are_one_sentence(settings, sentence):
 
 
 def test_differential_privacy_is_refused():
-    with pytest.raises(ValueError, match=r"unknown key 'method.privacy'"):
+    with pytest.raises(ValueError, match=r"feddm has no 'method.privacy'"):
         recipe.read("digits/feddm", ["method.privacy.noise=1.0"])
 
 

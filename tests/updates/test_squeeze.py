@@ -78,6 +78,11 @@ def test_hostile_bytes_are_refused_by_name(task, forge, reason):
         fv.Zstd().check(task, Squeezed(forge(task)))
 
 
+def test_tiers_are_around_it_and_not_within():
+    with pytest.raises(ValueError, match="zstd cannot be put around tiers, of which clients differ; put it within"):
+        fv.Zstd(fv.Tiers())
+
+
 def test_the_name_of_the_inner_codec_is_a_key_of_the_recipe():
     from fedveil import recipe
 

@@ -40,6 +40,14 @@ def test_a_tier_decodes_as_its_codec_does_alone(digits):
         torch.testing.assert_close(decoded[k : k + 1], alone, atol=5e-6, rtol=1e-4)
 
 
+def test_compressed_tiers_are_told_apart_by_what_is_inside(digits):
+    pytest.importorskip("zstandard")
+    codec = Tiers(strong=fv.Zstd(fv.Qsgd(8)), weak=fv.Zstd(fv.Qsgd(2)))
+    result = fv.run(digits, fv.FedAvg(local=fv.Local(), up=codec), rounds=1, cohort=10)
+    assert {codec.of(k) for k in range(10)} == {codec.strong, codec.weak}
+    assert not result.ledger.rows[0].missing
+
+
 def test_what_a_weak_client_may_send_is_what_the_weak_codec_sends(digits):
     codec = Tiers(strong=STRONG, weak=WEAK)
     weak = next(k for k in range(10) if codec.of(k) is WEAK)

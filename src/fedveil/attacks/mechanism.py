@@ -91,7 +91,7 @@ class Planted(Task):
     def __init__(
         self, task: Task, clients: Sequence[int], w: Tensor, places: Tensor, included: np.ndarray, length: float
     ) -> None:
-        vars(self).update(vars(task), largest=task.largest, initial=w)  # q and the bytes stay those of the run
+        vars(self).update(vars(task), largest=task.largest, initial=w, _fused={})  # q and the bytes are the run's
         self.places, self.length, count = places, length, len(task.x)
         first, *others = task.rows(clients).indices
         parts = [np.concatenate([first, count + np.flatnonzero(included)]), *others]

@@ -6,7 +6,6 @@ import contextlib
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +20,7 @@ from fedveil.cli.options import Format, Shown, argument, option
 from fedveil.cli.progress import LINE_EVERY
 from fedveil.cli.shell import err, out, say
 from fedveil.federation import private_root
-from fedveil.runs import RunFolder, Saved
+from fedveil.runs import Saved
 from fedveil.seeds import Seed
 
 if TYPE_CHECKING:
@@ -51,10 +50,7 @@ def audit(
     if records < 100 or answers < 1:
         raise ValueError("--records is at least 100 and --answers at least 1")
     job = Job.held(path)
-    with closing(RunFolder(path)) as folder:
-        saved = folder.load()
-    if saved is None:
-        raise ValueError(f"{path} has no checkpoint yet; run at least one round")
+    saved = job.checkpoint()
     if job.where.insecure_test_noise:
         say("warning: the private randomness of this run was fixed, so that its noise protects nobody")
     with _progress() as tell:

@@ -15,6 +15,7 @@ from fedveil import data, models, recipe
 from fedveil.cli import records, show
 from fedveil.cli.jobs import Job, Where, choose, holds_run
 from fedveil.cli.options import (
+    Compile,
     DataDir,
     Debug,
     Device,
@@ -86,6 +87,7 @@ def run(
     workers: Workers = None,
     engine: Engine = Kind.local,
     ray_address: Ray = None,
+    compile: Compile = False,
     debug: Debug = False,
     insecure_test_noise: Noise = False,
     format: Shown = Format.table,
@@ -100,7 +102,7 @@ def run(
     path = folder or _fresh(_name(source))
     if holds_run(path):
         raise ValueError(f"{path} already holds a run; 'fedveil resume {path}' continues it, or choose another --out")
-    where = choose(data_dir, device, stack, workers, engine, ray_address, debug, insecure_test_noise)
+    where = choose(data_dir, device, stack, workers, engine, ray_address, debug, insecure_test_noise, compile)
     job = Job.new(path, plan, where)
     _finish(job, fetch, format)
 
@@ -162,6 +164,7 @@ def compare(
     workers: Workers = None,
     engine: Engine = Kind.local,
     ray_address: Ray = None,
+    compile: Compile = False,
     debug: Debug = False,
     insecure_test_noise: Noise = False,
     format: Shown = Format.table,
@@ -174,7 +177,7 @@ def compare(
     Example: fedveil compare digits/fedavg digits/scaffold --set rounds=10
     """
     home, chosen = folder or _fresh("compare"), sources or DEMO
-    where = choose(data_dir, device, stack, workers, engine, ray_address, debug, insecure_test_noise)
+    where = choose(data_dir, device, stack, workers, engine, ray_address, debug, insecure_test_noise, compile)
     plans = {home / _name(source): recipe.read(source, changes or ()) for source in chosen}
     if len(plans) < len(chosen):
         raise ValueError("two of the recipes have one name and would share a folder; name each once")
@@ -276,8 +279,9 @@ def _first_line(thing: object) -> str:
 
 
 def _setting(plan: Recipe) -> str:
-    over = "" if plan.split.kind == "natural" else f" over {plan.split.clients} clients"
-    return f"{plan.split.kind} split{over}, {plan.cohort.size} a round, {plan.rounds} rounds"
+    size, clients = plan.cohort.size, plan.split.clients
+    who = f"{size} of {clients}" if size < clients else f"all {clients}"
+    return f"{plan.split.kind}, {size if plan.split.kind == 'natural' else who} clients a round, {plan.rounds} rounds"
 
 
 @app.command()
@@ -300,7 +304,12 @@ def describe(method: Annotated[str, argument("METHOD")], format: Shown = Format.
     words = [(name.replace("_", " "), text) for name, text in vars(about).items() if name not in ("claims", "paper")]
     show.pairs([("method", method), *words, *about.claims, ("paper", about.paper)])
     out.out("\nkeys for --set, with their defaults")
-    show.pairs((f"  {key}", value) for key, value in keys.items())
+    show.pairs((f"  {key}", _typed(value)) for key, value in keys.items())
+
+
+def _typed(value: Any) -> str:
+    """A value as it would be typed, but for none, which is to leave the key out."""
+    return str(value).lower() if value is None or isinstance(value, bool) else f"{value}" or '""'
 
 
 def _describe_codec(codec: Codec, format: Format) -> None:
@@ -309,8 +318,8 @@ def _describe_codec(codec: Codec, format: Format) -> None:
     if format is Format.json:
         return show.as_json({"name": codec.name, "summary": words, "keys": keys})
     show.pairs([("codec", codec.name), ("summary", words)])
-    out.out("\nkeys for --set, with their defaults; method.down takes the same")
-    show.pairs((f"  {key}", value) for key, value in keys.items())
+    out.out(f"\nkeys for --set, with their defaults{'; method.down takes the same' if codec.downward else ''}")
+    show.pairs((f"  {key}", _typed(value)) for key, value in keys.items())
 
 
 def _keys(thing: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -61,23 +61,22 @@ def rehearse(
     if not 1 <= (started := plan.split.clients if nodes is None else nodes) <= min(there, plan.split.clients):
         told = f"{folder} has {plan.split.clients} clients and keys for {there}"
         raise ValueError(f"{told}, so {started} cannot be started; use --nodes, or write a new deployment")
-    if stage.finished(stage.held(folder), plan):
+    if stopped := stage.finished(stage.held(folder), plan):
         say(f"{folder / 'run'} is finished; --rounds goes on")
     else:
-        _rehearse(folder, plan, started)
-    done = stage.held(folder)
-    figures = done.summary(method)
-    show.summary(figures | {"out": str(folder / "run"), "stopped": stage.finished(done, plan)}, format)
+        stopped = _rehearse(folder, plan, started)
+    figures = stage.held(folder).summary(method)
+    show.summary(figures | {"out": str(folder / "run"), "stopped": stopped}, format)
 
 
-def _rehearse(folder: Path, plan: recipe.Recipe, nodes: int) -> None:
+def _rehearse(folder: Path, plan: recipe.Recipe, nodes: int) -> str:
     from fedveil.deploy import rehearse as stage
 
     stopping = (signal.SIGINT, signal.SIGTERM)  # also where whoever started this ignores the first
     before = [signal.signal(number, _interrupt) for number in stopping]
     try:
         with Watch(plan.rounds, stage.held(folder)) as watch:
-            stage.rehearse(folder, plan, nodes, lambda row: _watched(row, watch), say)
+            return stage.rehearse(folder, plan, nodes, lambda row: _watched(row, watch), say)
     except stage.Failed as error:
         for line in error.lines:
             err.print(f"  {line}", soft_wrap=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +18,6 @@ from fedveil.cli.options import Device, Format, Shown, argument, option
 from fedveil.cli.progress import LINE_EVERY
 from fedveil.cli.shell import err, out, say
 from fedveil.recipe import pick_device
-from fedveil.runs import RunFolder
 from fedveil.updates import autoencoder
 from fedveil.updates.autoencoder import Code, Pretraining
 
@@ -136,10 +134,7 @@ def attack(path: Annotated[Path, argument("DIR")], format: Shown = Format.table)
     method = job.recipe.method
     if not isinstance(method, FedAvg) or not isinstance(method.up, FedAge):
         raise ValueError(f"{path} holds a run of {method.name}; this attack is on fedage and FedAvg with its codes")
-    with closing(RunFolder(path)) as folder:
-        saved = folder.load()
-        if saved is None:
-            raise ValueError(f"{path} has no checkpoint yet; run at least one round")
+    saved = job.checkpoint()
     task = job.recipe.on(job.data(False, {}), job.where.device)
     method.begin(task)
     number = saved.round + 1
@@ -167,7 +162,7 @@ def attack(path: Annotated[Path, argument("DIR")], format: Shown = Format.table)
     (path / "figures" / "attack.svg").write_text(svg(drawn), encoding="utf-8")
     if format is Format.json:
         return show.as_json(told)
-    table = Table("client", box=None, pad_edge=False, padding=(0, 2))
+    table = Table("client", box=None, pad_edge=False, padding=(0, 1))
     for name in found.figures():
         table.add_column(name, justify="right")
     for client, *row in zip(clients, *found.figures().values(), strict=True):

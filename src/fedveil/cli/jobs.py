@@ -23,8 +23,9 @@ from fedveil.engines.local import ClientFailure, Local
 from fedveil.federation import Engine, Starved, begin, private_root, unanswered
 from fedveil.ledger import Ledger
 from fedveil.message import Refused
+from fedveil.privacy.account import SPENT
 from fedveil.recipe import Recipe
-from fedveil.runs import DEPLOYED, RunError, RunFolder, environment
+from fedveil.runs import DEPLOYED, RunError, RunFolder, Saved, environment, first_rows, newest
 from fedveil.task import Task
 
 PICTURED = 5000  # clients of a split that is worth a picture
@@ -42,6 +43,7 @@ class Where(msgspec.Struct, frozen=True):
     insecure_test_noise: bool
     engine: str = "local"
     ray_address: str | None = None
+    compile: bool = False
 
 
 def choose(
@@ -53,6 +55,7 @@ def choose(
     ray_address: str | None,
     debug: bool,
     noise: bool,
+    compile: bool,
 ) -> Where:
     if engine == "local" and ray_address is not None:
         raise ValueError("--ray-address is where Flower's simulation runs; add --engine flower")
@@ -63,11 +66,14 @@ def choose(
             raise ValueError(
                 "a Flower node is one client and a Ray cluster has its own size; leave out --stack/--workers"
             )
+    device = recipe.pick_device(device)
+    if compile and (engine != "local" or device != "cuda"):
+        raise ValueError("--compile makes kernels for a GPU and the local engine; leave it out")
     if noise:
         say("warning: the private randomness is fixed, so noise protects nobody in this run")
     directory = str(data_directory(folder).absolute())
     threads = torch.get_num_threads()
-    return Where(directory, recipe.pick_device(device), stack, workers, threads, debug, noise, str(engine), ray_address)
+    return Where(directory, device, stack, workers, threads, debug, noise, str(engine), ray_address, compile)
 
 
 @dataclass
@@ -93,16 +99,14 @@ class Job:
                 raise ValueError(f"{path} holds no run that could be resumed: there is no {name} in it")
         try:
             known = msgspec.json.decode((path / "environment.json").read_bytes(), type=dict[str, Any])
-            deployed = known.get("engine") == DEPLOYED
-            if not deployed:
-                msgspec.convert(known, Where)
-        except ValueError as error:
+            if known.get("engine") == DEPLOYED:
+                told = f"{path} is the run of a deployment, whose records are elsewhere"
+                raise ValueError(f"{told}; it goes on when its app is started again")
+            saved = newest(path)
+            rows = first_rows(path, saved.round if saved else 0)
+            msgspec.convert(known, Where)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path / 'environment.json'} is damaged: {error}") from None
-        if deployed:
-            raise ValueError(f"{path} is the run of a deployment; it goes on when its app is started again")
-        with closing(RunFolder(path)) as folder:
-            saved = folder.load()
-            rows = folder.ledger(saved.round if saved else 0).rows
         return Job(path, recipe.read(str(path / "recipe.toml")), known, Ledger(rows))
 
     @property
@@ -120,6 +124,13 @@ class Job:
     def summary(self) -> dict[str, Any]:
         figures = self.ledger.summary(self.recipe.method.name)
         return figures | {"out": str(self.path), "stopped": self.ended or "interrupt"}
+
+    def checkpoint(self) -> Saved:
+        """The newest checkpoint; a run that has none yet is a ValueError."""
+        saved = newest(self.path)
+        if saved is None:
+            raise ValueError(f"{self.path} has no checkpoint yet; run at least one round")
+        return saved
 
     def data(self, fetch: bool, loaded: dict[str, data.Data]) -> data.Data:
         """The job's data set, read once for all jobs that share `loaded`."""
@@ -141,7 +152,7 @@ class Job:
         ):
             folder.describe(plan.toml(), dict(self.environment))
             _picture(task, self.path / "split.svg")
-            say(f"{plan.method.name}, {plan.rounds} rounds, in {self.path}")
+            say(f"{plan.method.name}, {plan.rounds} round{'s' if plan.rounds > 1 else ''}, in {self.path}")
             try:
                 result = fedveil.run(
                     task,
@@ -168,7 +179,7 @@ class Job:
         self.ledger, self.exhausted = result.ledger, result.stopped == "budget"
         if self.exhausted:
             done = len(self.ledger.rows)
-            say(f"stopped after round {done} of {plan.rounds}: another would exceed the privacy budget")
+            say(f"stopped after round {done} of {plan.rounds}: {SPENT}")
 
     def _engine(self, task: Task) -> AbstractContextManager[Engine]:
         """Where this run's clients live."""
@@ -186,7 +197,7 @@ class Job:
                 debug=where.debug,
                 tell=say,
             )
-        engine = Local(where.stack, where.workers, where.debug)
+        engine = Local(where.stack, where.workers, where.debug, where.compile)
         self.environment = {**self.environment, "workers": engine.lanes(task)}  # a resume elsewhere needs as many
         return nullcontext(engine)
 

@@ -30,7 +30,7 @@ def argument(metavar: str) -> Any:
 
 
 Sets = Annotated[list[str] | None, option("--set", "KEY=VALUE", "Change a key of the recipe; may be repeated.")]
-Out = Annotated[Path | None, option("--out", "DIR", "Where to write; by default a new folder below runs/.")]
+Out = Annotated[Path | None, option("--out", "DIR", "Where to write; by default a folder below runs/.")]
 DataDir = Annotated[Path | None, option("--data-dir", "DIR", "Where data sets lie; else FEDVEIL_DATA says.")]
 Fetch = Annotated[bool, option("--fetch", None, "Download the data if it is missing.")]
 Device = Annotated[str, option("--device", "auto|cpu|cuda", "Where to train; auto is a GPU if there is one.")]
@@ -38,7 +38,8 @@ Stack = Annotated[int | None, option("--stack", "N|auto", "Clients trained as on
 Workers = Annotated[int | None, option("--workers", "N|auto", "Stacks trained side by side.", parser=number)]
 Engine = Annotated[Kind, option("--engine", "local|flower", "Clients in this process, or on Flower's simulation.")]
 Ray = Annotated[str | None, option("--ray-address", "HOST:PORT", "With flower, a Ray cluster that runs already.")]
-Debug = Annotated[bool, option("--debug", None, "One client at a time; the first failure ends the run.")]
+Debug = Annotated[bool, option("--debug", None, "One client at a time; a failure ends the run.")]
+Compile = Annotated[bool, option("--compile", None, "On a GPU, compile heavy steps; slow at first.")]
 Noise = Annotated[bool, option("--insecure-test-noise", None, "Fix the private randomness, for tests only.")]
 Version = Annotated[bool, option("--version", None, "Print the version.")]
 Shown = Annotated[Format, option("--format", "table|json", "What stdout gets; by default a table.")]

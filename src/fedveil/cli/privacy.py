@@ -23,7 +23,7 @@ def privacy(
     ),
     format: Shown = Format.table,
 ) -> None:
-    """Of noise, sample rate, steps and epsilon give three: prints the fourth.
+    """Of noise, sample rate, steps and ε give three, get the fourth.
 
     For steps that sample each record by itself and add Gaussian noise once to a sum of clipped gradients.
 

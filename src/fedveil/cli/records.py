@@ -46,8 +46,9 @@ def _seen(value: Any) -> Any:
     return value
 
 
-def line(value: Any) -> str:
+def line(value: Any) -> Any:
+    """A tensor's figures in a line; what is no tensor stays as it is."""
     if not isinstance(value, dict):
-        return repr(value)
+        return value
     extent = "  ".join(f"{name} {value[name]:.3g}" for name in ("min", "max", "mean", "norm"))
     return f"{value['dtype']} {value['shape']}  {extent}"

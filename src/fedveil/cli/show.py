@@ -42,15 +42,16 @@ def pairs(rows: Iterable[tuple[str, object]]) -> None:
     shown = [(left, str(x).lower() if x is None or isinstance(x, bool) else figure(x)) for left, x in rows]
     width = max(len(left) for left, _ in shown) + 2
     for left, right in shown:
-        lines = textwrap.wrap(right, out.width - width, break_long_words=False, break_on_hyphens=False)
+        lines = textwrap.wrap(right, max(out.width - width, 20), break_long_words=False, break_on_hyphens=False)
         out.out(left.ljust(width) + ("\n" + " " * width).join(lines))
 
 
 def cost(told: Mapping[str, Any]) -> None:
     """What a run will cost: bytes and passes in a table, then the rest."""
     rows = {"bytes sent": told["up"], "bytes received": told["down"], "passes": told["passes"]}
-    out.out(f"{told['method']}, {told['rounds']} rounds, {told['weights']:,} weights\n")
-    table = Table("", box=None, pad_edge=False, padding=(0, 2))
+    rounds = f"{told['rounds']} round{'s' if told['rounds'] > 1 else ''}"
+    out.out(f"{told['method']}, {rounds}, {told['weights']:,} weights\n")
+    table = Table("", box=None, pad_edge=False, padding=(0, 1))
     for head in ("a client and round", "in all", "FedAvg in all", "times less"):
         table.add_column(head, justify="right")
     for name, row in rows.items():
@@ -69,11 +70,13 @@ def cost(told: Mapping[str, Any]) -> None:
 
 
 def comparison(jobs: Sequence[Job]) -> None:
-    table = Table("run", box=None, pad_edge=False, padding=(0, 2))
-    for head in ("accuracy", "up per client\nand round", "up in all", "seconds"):
+    """A row a run; ε if any run has one."""
+    table, summaries = Table("run", box=None, pad_edge=False, padding=(0, 1)), [job.summary() for job in jobs]
+    private = any(s["epsilon"] is not None for s in summaries)
+    for head in ("accuracy", "up per client\nand round", "up in all", *(["ε"] if private else []), "seconds"):
         table.add_column(head, justify="right")
-    for job in jobs:
-        s = job.summary()
-        each, total = decimal(round(s["bytes_up_per_client_round"])), decimal(s["bytes_up"])
-        table.add_row(job.path.name, figure(s["accuracy"]), each, total, f"{s['seconds']:.3g}")
+    for job, s in zip(jobs, summaries, strict=True):
+        sent = decimal(round(s["bytes_up_per_client_round"])), decimal(s["bytes_up"])
+        accuracy, epsilon = ("–" if s[key] is None else f"{s[key]:.4g}" for key in ("accuracy", "epsilon"))
+        table.add_row(job.path.name, accuracy, *sent, *([epsilon] if private else []), f"{s['seconds']:.3g}")
     out.print(table)

@@ -25,6 +25,7 @@ from fedveil.data import Data
 from fedveil.deploy import keys
 from fedveil.engines import flower
 from fedveil.ledger import Row
+from fedveil.privacy.account import SPENT
 from fedveil.privacy.identity import Identities
 from fedveil.recipe import Recipe
 from fedveil.runs import DEPLOYED, RunError, RunFolder, environment
@@ -102,7 +103,7 @@ def _serve(grid: Grid, context: Context, path: Path, load: Load, log: logging.Lo
             observer=lambda row: log.info(_told(row, plan.rounds)),
         )
         if result.stopped == "budget":
-            log.info(f"stopped after round {len(result.ledger.rows)}: another would exceed the privacy budget")
+            log.info(f"stopped after round {len(result.ledger.rows)} of {plan.rounds}: {SPENT}")
 
 
 def _logger() -> logging.Logger:

@@ -29,6 +29,7 @@ from fedveil.data.files import data_directory
 from fedveil.deploy.scaffold import ABSENT
 from fedveil.federation import METHODS
 from fedveil.ledger import Ledger, Row
+from fedveil.privacy.account import SPENT
 from fedveil.recipe import Recipe
 from fedveil.updates.raw import FedAvg
 
@@ -245,8 +246,8 @@ def finished(ledger: Ledger, plan: Recipe) -> str | None:
 
 def rehearse(
     folder: Path, plan: Recipe, nodes: int, observer: Callable[[Row], object], say: Callable[[str], object]
-) -> None:
-    """Run the deployment in `folder` to the end of `plan`, with the first `nodes` of its clients.
+) -> str:
+    """Run the deployment in `folder` to the end of `plan`, with the first `nodes` of its clients; why it ended.
 
     Raises `Failed` with the end of the log of the process that gave up.
     """
@@ -278,8 +279,9 @@ def rehearse(
             if over:
                 break
             time.sleep(0.2)
-        if not finished(held(folder), plan):
-            raise Failed("the run ended early", stage.logs / "run.log")
+        if reason := "budget" if any(SPENT in sentence for sentence in words) else finished(held(folder), plan):
+            return reason
+        raise Failed("the run ended early", stage.logs / "run.log")
 
 
 # ---------------------------------------------------------------------------------------------------- the machine

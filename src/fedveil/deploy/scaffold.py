@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from fedveil import data
+from fedveil.federation import begin
 from fedveil.recipe import Recipe
 
 ABSENT = "Flower is not installed; run: pip install 'fedveil[flower]'"
@@ -59,7 +60,7 @@ def fitted(plan: Recipe, clients: int) -> Recipe:
         split=dataclasses.replace(plan.split, most=plan.split.most or task.largest),
         cohort=dataclasses.replace(plan.cohort, size=min(plan.cohort.size, clients)),
     )
-    plan.method.begin(plan.party(loaded, None))  # says what does not suit
+    begin(plan.party(loaded, None), plan.method, plan.cohort)  # says what does not suit
     return plan
 
 

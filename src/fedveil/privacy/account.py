@@ -16,6 +16,8 @@ from typing import ClassVar
 from fedveil.message import Refused
 from fedveil.privacy.accountant import ACCOUNTANTS, Noised, epsilon
 
+SPENT = "another round would exceed the privacy budget"  # what is said of a run that ends before its last round
+
 
 @dataclass(frozen=True)
 class Promise:

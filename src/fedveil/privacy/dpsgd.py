@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedveil import graphs
 from fedveil.clients import Crowd
 from fedveil.graphs import repeat
 from fedveil.privacy.account import Account, Promise
@@ -27,6 +29,7 @@ from fedveil.task import Task
 
 NOISE = 1 << 23  # numbers of noise that are held at once, a client
 HELD = {"cpu": 1 << 22, "cuda": 1 << 29}  # numbers in the gradients that are held at once
+PIECE = 128  # records at once, or less, where the step is compiled: for one shape, however many are drawn
 WITHIN = 1 - 1e-5  # of C is what a gradient is cut to, so that rounding does not lift it above
 
 
@@ -86,7 +89,7 @@ class DpSgd(Promise):
             poisson(secret.child("draw"), own, self.rate(task, batch), steps)
             for secret, own in zip(secrets, crowd.rows.indices, strict=True)
         ]
-        index, mask = _padded(drawn)
+        index, mask = _padded(drawn, _at_once(weights) if graphs.COMPILED else 1)
         crowd.passes += steps * int(np.minimum(batch, crowd.rows.counts).sum())  # how many were drawn is private
         size = weights.shape[1]
         drawn_noise = [normal(secret.child("noise"), steps * size, device).view(steps, size) for secret in secrets]
@@ -123,16 +126,26 @@ def clipped_sum(task: Task, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor,
 
     Each record is given weights of its own, as if it were a client, as many at a time as `HELD` allows.
     """
-    at_once = max(1, HELD[weights.device.type] // weights.numel())
+    summed = task.fused(("clipped", clip), partial(_clipped_sum, task, clip))
     total = torch.zeros_like(weights)
-    for some_x, some_y, counted in zip(*(t.split(at_once, 1) for t in (x, y, mask)), strict=True):
-        own = weights[:, None].expand(-1, counted.shape[1], -1).flatten(0, 1)  # [C·B, d]
-        alone = [t.flatten(0, 1)[:, None] for t in (some_x, some_y, torch.ones_like(counted))]
-        each = task.gradient(own, *alone)[0]
-        factors = shrinking(each, clip)
-        each.masked_fill_(factors == 0, 0)  # or 0 times infinity would be in the sum
-        total += ((counted * factors.view(counted.shape))[:, None] @ each.unflatten(0, counted.shape))[:, 0]
+    for piece in zip(*(t.split(_at_once(weights), 1) for t in (x, y, mask)), strict=True):
+        total += summed(weights, *piece)[0]
     return total
+
+
+def _clipped_sum(task: Task, clip: float, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor]:
+    """The same of so few records that all their gradients can be held."""
+    own = weights[:, None].expand(-1, mask.shape[1], -1).flatten(0, 1)  # [C·B, d]
+    each = task.gradient(own, *(t.flatten(0, 1)[:, None] for t in (x, y, torch.ones_like(mask))))[0]
+    factors = shrinking(each, clip)
+    each.masked_fill_(factors == 0, 0)  # or 0 times infinity would be in the sum
+    return (((mask * factors.view(mask.shape))[:, None] @ each.unflatten(0, mask.shape))[:, 0],)
+
+
+def _at_once(weights: Tensor) -> int:
+    """Of how many records of each client the gradients are held at once."""
+    room = max(1, HELD[weights.device.type] // weights.numel())
+    return min(room, PIECE) if graphs.COMPILED else room
 
 
 # ---------------------------------------------------------------------------------------------------- draws
@@ -159,10 +172,12 @@ def uniform(secret: Seed, count: int, device: torch.device | str = "cpu") -> Ten
     return ((words >> 11) & (2**53 - 1)).double() * 2.0**-53
 
 
-def _padded(drawn: Sequence[Sequence[np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Draws of C clients in S steps as indices [S, C, B] and mask [S, C, B]; B is at least 1, under mask 0."""
+def _padded(drawn: Sequence[Sequence[np.ndarray]], multiple: int) -> tuple[np.ndarray, np.ndarray]:
+    """Draws of C clients in S steps as indices [S, C, B] and mask [S, C, B]; B is at least 1, under mask 0, and a
+    multiple of `multiple`."""
     steps = len(drawn[0])
     width = max(1, max(len(rows) for own in drawn for rows in own))
+    width = -(-width // multiple) * multiple
     index = np.zeros((steps, len(drawn), width), np.int64)
     mask = np.zeros((steps, len(drawn), width), np.float32)
     for k, own in enumerate(drawn):

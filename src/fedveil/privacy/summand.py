@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from fedveil.clients import Crowd
 
 NOTE = "secure sum"
+OVER = "unmasked"  # a note of its own: a client that restarts loses its secrets and must not unmask twice all the same
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Summand:
         context = Context(crowd.run, crowd.round)
         answers, notes = [], []
         for client, note in zip(crowd.clients, crowd.notes, strict=True):
-            if NOTE in note and note[NOTE].stage == "unmask":
+            if OVER in note:
                 raise Refused("wrong stage", f"client {client} has unmasked a sum in round {crowd.round}")
             channel_key, mask_key, own = (secrets.token_bytes(KEY) for _ in range(3))
             kept = Secrets("keys", channel_key, mask_key, own)
@@ -192,6 +193,8 @@ class Summand:
             if malicious:
                 self._check_agreement(crowd, context, kept, question)
             answers.append(Unmasked(tensor(b"".join(self._reveal(context, client, kept, alive, question)), SHARE)))
+        for note in crowd.notes:
+            note[OVER] = True
         return self._noted(crowd, [Secrets("unmask") for _ in answers], answers)
 
     def _check_alive(self, client: int, kept: Secrets, alive: Sequence[int]) -> None:

@@ -81,6 +81,11 @@ def ask_sum(cohort: Cohort, identities: Identities, run: bytes, question: Questi
     cohort.counted(alive)
 
     values, weight, clipped = fixed.decode(total, len(alive))
+    if not len(alive) <= weight <= len(alive) * fixed.heaviest:
+        raise BelowQuorum(
+            f"the secure sum cannot be used: its weight is {weight}, and that of {len(alive)} clients is from "
+            f"{len(alive)} to {len(alive) * fixed.heaviest}, so somebody masked a wrong vector"
+        )
     parts = torch.from_numpy(values).split([math.prod(shape) for shape in bound.values()])
     totals = {name: part.view(shape) for (name, shape), part in zip(bound.items(), parts, strict=True)}
     error = fixed.error(len(alive), weight)

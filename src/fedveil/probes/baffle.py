@@ -132,6 +132,10 @@ class Baffle(Method):
         ),
         paper="Feng et al., BAFFLE: A Baseline of Backpropagation-Free Federated Learning",
     )  # fmt: skip
+    lacks: ClassVar[Mapping[str, str]] = {
+        "privacy": "its slopes are of the loss of a whole batch, in which no record's part is cut or covered by noise",
+        "user_privacy": "updates are cut and noised there, and it sends slopes of the loss",
+    }
 
     level: str = "batch"
     directions: int = 100

@@ -34,7 +34,7 @@ def verdict(runs: Sequence[Run]) -> str:
     elif measured:
         said += _compared(measured)
     said += [f"{run.name} has no measured accuracy yet." for run in runs if not run.accuracies]
-    said += [f"{run.name} is unfinished: {run.rounds} rounds are done." for run in runs if run.unfinished]
+    said += [_unfinished(run) for run in runs if run.unfinished]
     said += [f"The audit of {run.name} contradicts what it promises." for run in runs if run.audit and run.audit.broken]
     if any(run.setting != runs[0].setting for run in runs):
         said.append("The runs differ in task or split, so compare them with care.")
@@ -78,6 +78,13 @@ def secured(run: Run) -> str:
     added = run.summary["protocol_up"], run.summary["protocol_down"]
     said.append(f"The protocol added {size(added[0])} up and {size(added[1])} down.")
     return " ".join(said)
+
+
+def _unfinished(run: Run) -> str:
+    budget = run.privacy[1].get("budget") if run.privacy else None
+    if isinstance(budget, float):  # which may be what ended it
+        return f"{run.name} has done {run.rounds} rounds within its privacy budget of ε = {budget:g}."
+    return f"{run.name} is unfinished: {run.rounds} rounds are done."
 
 
 def _alone(run: Run) -> list[str]:

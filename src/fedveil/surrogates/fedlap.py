@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -20,7 +21,7 @@ from fedveil.privacy.dpsgd import DpSgd
 from fedveil.surrogates.augment import Change, Siamese, same
 from fedveil.surrogates.base import Surrogates
 from fedveil.surrogates.descent import descend, rates
-from fedveil.surrogates.matching import distance
+from fedveil.surrogates.matching import matched
 from fedveil.task import Task
 
 
@@ -138,12 +139,13 @@ class FedLap(Surrogates):
         change: Change = same,
     ) -> Tensor:
         """The gradient with respect to the images of their distance to `goal` [C, d]; that distance goes to `apart`."""
-        here, points = weights.detach().requires_grad_(), images.detach().requires_grad_()
-        mean = task.stacked_losses(here, change(points), labels).mean(1)
-        (gradient,) = torch.autograd.grad(mean.sum(), here, create_graph=True)
-        found = distance(task.layout, gradient, goal, self.mse)
-        (slope,) = torch.autograd.grad(found.sum(), points)
-        apart.copy_(found.detach())
+        points = images.detach().requires_grad_()
+        changed = change(points)
+        slope, found = task.fused(("matched", self.mse), partial(matched, task, self.mse))(
+            weights, changed.detach(), labels, goal
+        )
+        apart.copy_(found)
+        (slope,) = torch.autograd.grad(changed, points, slope)
         return slope
 
     def real(self, crowd: Crowd, weights: Tensor, change: Change, *where: int) -> Callable[[], Tensor]:

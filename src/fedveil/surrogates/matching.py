@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedveil.task import Layout
+from fedveil.task import Layout, Task
 
 SMALLEST = 1e-4  # of the whole gradient is a row that counts: a bias before a normalisation has nothing but rounding
 
@@ -27,3 +27,16 @@ def distance(layout: Layout, synthetic: Tensor, real: Tensor, mse: float) -> Ten
         )
         apart = apart + (1 - (a * b).sum(2) / (one * other)).mean(1)
     return apart
+
+
+def matched(
+    task: Task, mse: float, weights: Tensor, images: Tensor, labels: Tensor, goal: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The distance between the gradients of `images` [C, points, …] at `weights` [C, d] and `goal` [C, d], and before
+    it its gradient with respect to the images: [C, points, …], [C]."""
+    here, points = weights.detach().requires_grad_(), images.detach().requires_grad_()
+    mean = task.stacked_losses(here, points, labels).mean(1)
+    (gradient,) = torch.autograd.grad(mean.sum(), here, create_graph=True)
+    found = distance(task.layout, gradient, goal, mse)
+    (slope,) = torch.autograd.grad(found.sum(), points)
+    return slope, found.detach()

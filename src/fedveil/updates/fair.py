@@ -57,6 +57,10 @@ class QFedAvg(Method):
         "Li et al., Fair Resource Allocation in Federated Learning, 2020",
         sums=False,
     )
+    lacks: ClassVar[Mapping[str, str]] = {
+        "privacy": "a client's weight is its loss on all its records, which no noise covers",
+        "user_privacy": "clients weight their updates by their loss, so that nothing bounds a client's part in the sum",
+    }
 
     local: Local = field(default_factory=Local)
     up: Codec = field(default_factory=Raw)

@@ -60,6 +60,10 @@ class Scaffold(Method):
         "Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, 2020",
         sums=False,
     )
+    lacks: ClassVar[Mapping[str, str]] = {
+        "privacy": "its updates and control variates come from gradients without noise",
+        "user_privacy": "an update is cut and noised there, and its control variate would go along as it is",
+    }
 
     local: Local = field(default_factory=Local)
     server_lr: float = 1.0

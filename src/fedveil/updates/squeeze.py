@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedveil import message
 from fedveil.clients import Crowd
+from fedveil.cost import Work
 from fedveil.message import Answer, Count, Envelope, Folded, Record, Refused, Size
 from fedveil.seeds import Seed
 from fedveil.task import Task
@@ -41,6 +42,8 @@ class Zstd(Codec):
             raise ValueError("zstd.level is from 1 to 22")
         if isinstance(self.inner, CodeSpace):
             raise ValueError(f"zstd cannot be put around {self.inner.name}, whose codes are averaged as they are sent")
+        if not self.inner.downward:
+            raise ValueError(f"zstd cannot be put around {self.inner.name}, of which clients differ; put it within")
 
     @property
     def reference(self) -> str:  # type: ignore[override]
@@ -55,7 +58,12 @@ class Zstd(Codec):
         self.inner.refuse(task)
 
     def sizes(self, task: Task) -> Mapping[str, Size]:
-        return {**task.sizes, "bytes": self._limit(task) + 1024}  # what cannot be compressed grows by a few bytes
+        """As much as Zstandard can make of an inner frame: what cannot be compressed grows a little (ZSTD_COMPRESSBOUND)."""
+        longest = message.size(message.blank(self.inner.payload, self.inner.sizes(task))) + 16  # a number may be longer
+        return {**task.sizes, "bytes": longest + longest // 256 + 64}
+
+    def work(self) -> Work:
+        return self.inner.work()
 
     def check(self, task: Task, payload: Squeezed) -> None:
         self.inner.check(task, self._read(task, payload))

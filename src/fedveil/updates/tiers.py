@@ -83,6 +83,7 @@ class Tiers(Codec):
 def _fits(payload: Any, codec: Codec, task: Task) -> bool:
     try:
         message.check(payload, {**codec.sizes(task), "records": 2**31})
+        codec.check(task, payload)
     except Refused:
         return False
     return True

@@ -77,4 +77,5 @@ def _figures(message: Message) -> tuple[int, dict[str, float]]:
 
 
 def _words(text: str | None) -> str:
-    return " ".join(str(text).split())[:WORDS]
+    """What a client says, fit for a terminal: without line ends or control characters."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(str(text).split()))[:WORDS]
