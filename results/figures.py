@@ -473,7 +473,7 @@ def fedage_runs(*groups: tuple[str, ...]) -> str:
 
 
 def baffle() -> str:
-    """Forward-only training beside backpropagation with the same network and optimiser, and the paper's tables 1 and 2."""
+    """Forward-only training beside backpropagation with the same network and optimiser, and the paper's tables."""
     rows = []
     for name, paper in BAFFLE.items():
         run = Run(name)

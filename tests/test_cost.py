@@ -1,5 +1,7 @@
 """What a run will cost is what it then costs, byte for byte and pass for pass."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -90,6 +92,20 @@ def test_a_method_of_ones_own_is_counted_by_its_questions() -> None:
     told, ledger = cost(task, plan), spent(plan, task)
     assert told["up"]["total"] == sum(row.bytes_up for row in ledger.rows)
     assert told["down"]["total"] == sum(row.bytes_down for row in ledger.rows)
+
+
+@pytest.mark.parametrize("inner", [fv.Qsgd(8), fv.FedSynth(batches=1, batch=2, epochs=1, fits=3)])
+def test_compressed_messages_are_bounded_from_above_and_closely(inner: fv.Codec) -> None:
+    pytest.importorskip("zstandard")
+    task = recipe.read("digits/fedavg").build()
+    plan = fv.Recipe(rounds=2, cohort=fv.Sampling(size=10), method=fv.FedAvg(up=fv.Zstd(inner), down=fv.Zstd(inner)))
+    told, ledger = cost(task, plan), spent(plan, task)
+    plain = cost(task, dataclasses.replace(plan, method=fv.FedAvg(up=inner, down=inner)))
+    for way in ("up", "down"):
+        assert sum(getattr(row, f"bytes_{way}") for row in ledger.rows) <= told[way]["total"]
+        assert plain[way]["total"] < told[way]["total"] < 1.2 * plain[way]["total"]
+    assert told["passes"] == plain["passes"]
+    assert told["passes"]["total"] == sum(row.passes for row in ledger.rows)
 
 
 def test_nobody_is_a_sentence() -> None:

@@ -122,6 +122,24 @@ def test_a_wrong_change_is_one_sentence(change: str, sentence: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("method", "change", "sentence"),
+    [
+        ("fedavg", "server.momentum=1.0", r"server\.momentum and server\.beta2 are from 0 to below 1"),
+        ("fedavg", "server.beta2=-0.1", r"server\.momentum and server\.beta2 are from 0 to below 1"),
+        ("fedavg", "server.tau=0.0", r"server\.tau is above 0"),
+        ("fedprox", "mu=-1.0", r"method\.mu is -1; it is 0 or more"),
+        ("fedprox", "full_rounds=-1", r"method\.full_rounds is -1; it is 0 or more"),
+        ("scaffold", "server_lr=0.0", r"method\.server_lr is 0; it is above 0"),
+        ("fedsynth", "up.step=-0.1", "fedsynth needs step > 0"),
+        ("fedsynth", "up.decay=1.5", "0 < decay <= 1"),
+    ],
+)
+def test_a_value_out_of_its_range_is_one_sentence(method: str, change: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        read("digits/fedavg", ["method={}", f"method.name={method}", f"method.{change}"])
+
+
+@pytest.mark.parametrize(
     ("method", "key", "sentence"),
     [
         ("scaffold", "privacy", "its updates and control variates come from gradients without noise; it is a key of f"),

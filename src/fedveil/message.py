@@ -350,7 +350,7 @@ def _check_tensor(name: str, tensor: Tensor, schema: Shape, sizes: Mapping[str, 
 def blank(record: type[R], sizes: Mapping[str, Size]) -> R:
     """A record of the right shapes without values: tensors on torch's `meta` device, numbers 0 or their default, and
     "bytes" of what varies in length."""
-    hints, known = typing.get_type_hints(record), {}
+    hints, known = typing.get_type_hints(record), dict[str, Any]()
     for each in msgspec.structs.fields(record):
         if schema := fields(record).get(each.name):
             dtype, shape = schema.bind(sizes)

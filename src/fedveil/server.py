@@ -41,6 +41,8 @@ class Server:
             raise ValueError(f"server.optimizer is '{self.optimizer}'; use plain, momentum or adam")
         if self.lr <= 0:
             raise ValueError("server.lr must be above 0")
+        if not 0 <= self.momentum < 1 or not 0 <= self.beta2 < 1 or self.tau <= 0:
+            raise ValueError("server.momentum and server.beta2 are from 0 to below 1, and server.tau is above 0")
 
     def begin(self, weights: Tensor) -> ServerState:
         moment = torch.zeros_like(weights)

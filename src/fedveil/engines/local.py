@@ -22,6 +22,11 @@ from fedveil.task import Task
 LARGE = 100_000
 
 
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _large(task: Task) -> bool:
     return task.device.type == "cpu" and task.work >= LARGE
 
@@ -62,8 +67,7 @@ class Local:
 
     def lanes(self, task: Task) -> int:
         """How many workers there are for a task. All else that the engine chooses is the same on every machine."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return 1 if self.debug else self.workers or (cores if _large(task) else 1)
+        return 1 if self.debug else self.workers or (cores() if _large(task) else 1)
 
     def close(self) -> None:
         if self._pool:

@@ -74,6 +74,8 @@ class FedSynth(Codec):
             raise ValueError(
                 "fedsynth needs batches, batch, epochs, fits and restarts of at least 1, lr > 0, drift >= 0"
             )
+        if self.step <= 0 or self.lr_steps < 0 or not 0 < self.decay <= 1:
+            raise ValueError("fedsynth needs step > 0, lr_steps >= 0 and 0 < decay <= 1")
         if self.objective not in ("l2", "kl", "data") or self.labels not in ("project", "softmax"):
             raise ValueError("fedsynth's objective is l2, kl or data, and its labels are project or softmax")
         if self.precision not in PRECISIONS:

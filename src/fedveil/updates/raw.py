@@ -390,6 +390,11 @@ class FedProx(FedAvg):
 
     mu: float = 0.1
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mu < 0:
+            raise ValueError(f"method.mu is {self.mu:g}; it is 0 or more")
+
     def correction(self, w: Tensor) -> Callable[[Tensor], Tensor] | None:
         return lambda v: self.mu * (v - w)
 

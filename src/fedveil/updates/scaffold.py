@@ -68,6 +68,10 @@ class Scaffold(Method):
     local: Local = field(default_factory=Local)
     server_lr: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.server_lr <= 0:
+            raise ValueError(f"method.server_lr is {self.server_lr:g}; it is above 0")
+
     def begin(self, task: Task) -> State:
         return ScaffoldState(task.initial, torch.zeros_like(task.initial))
 

@@ -58,7 +58,7 @@ class Zstd(Codec):
         self.inner.refuse(task)
 
     def sizes(self, task: Task) -> Mapping[str, Size]:
-        """As much as Zstandard can make of an inner frame: what cannot be compressed grows a little (ZSTD_COMPRESSBOUND)."""
+        """As many bytes as Zstandard can make of an inner frame: what cannot be compressed grows a little."""
         longest = message.size(message.blank(self.inner.payload, self.inner.sizes(task))) + 16  # a number may be longer
         return {**task.sizes, "bytes": longest + longest // 256 + 64}
 

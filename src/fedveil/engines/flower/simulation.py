@@ -23,6 +23,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedveil import recipe
 from fedveil.clients import Clients
 from fedveil.engines.flower.grid import Flower, note
+from fedveil.engines.local import cores
 from fedveil.seeds import Seed
 
 ENDING = 60.0  # seconds for Flower's threads to end; a client that is still at work is waited for
@@ -68,12 +69,11 @@ def simulate(
         raise ImportError("Flower's simulation needs Ray; run: pip install 'fedveil[flower]'") from None
     if ray.is_initialized():
         raise ValueError("Ray runs already in this process, and a simulation starts its own; call ray.shutdown() first")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     level = logging.INFO if debug else logging.CRITICAL
     with _home() as (home, path):
         logging.getLogger("flwr").setLevel(level)
         own: dict[str, Any] = {
-            "num_cpus": workers or min(cores, nodes),
+            "num_cpus": workers or min(cores(), nodes),
             "_temp_dir": home,
             "_node_ip_address": "127.0.0.1",
         }
