@@ -21,9 +21,9 @@ from torch import Tensor
 from fedveil import graphs
 from fedveil.clients import Crowd
 from fedveil.graphs import repeat
+from fedveil.privacy import masks
 from fedveil.privacy.account import Account, Promise
 from fedveil.privacy.accountant import Noised
-from fedveil.privacy.masks import derive, key_stream
 from fedveil.seeds import Seed
 from fedveil.task import Task
 
@@ -167,8 +167,9 @@ def normal(secret: Seed, count: int, device: torch.device | str = "cpu") -> Tens
 
 def uniform(secret: Seed, count: int, device: torch.device | str = "cpu") -> Tensor:
     """Numbers from 0 to below 1 in float64, [count], of 53 bits each from a ChaCha20 stream."""
-    stream = bytearray(key_stream(derive(secret.key, b"fedveil differential privacy")).update(bytes(8 * count)))
-    words = torch.from_numpy(np.frombuffer(stream, "<i8")).to(device)
+    stream = np.zeros(count, np.uint64)
+    masks.mask(stream, [masks.derive(secret.key, b"fedveil differential privacy")])
+    words = torch.from_numpy(stream.view(np.int64)).to(device)
     return ((words >> 11) & (2**53 - 1)).double() * 2.0**-53
 
 
