@@ -10,7 +10,7 @@ from torch.nn.functional import cosine_similarity
 
 import fedveil as fv
 from benchmarks.clock import in_turns
-from fedveil import models, recipe
+from fedveil import forward, models, recipe
 from fedveil.data import from_tensors
 from fedveil.graphs import one_thread
 from fedveil.probes.directions import LAWS, Directions
@@ -23,7 +23,8 @@ BATCH = 32
 def passes() -> dict[str, float]:
     """Records a second through perturbed models, and that as a share of plain batched inference of one model.
 
-    In float16 both are, which a CPU has no fast kernels for.
+    In float16 both are, which a CPU has no fast kernels for. There the kernels of forward.py are compared with products
+    of windows as well.
     """
     figures = {}
     for name in ("baffle-lenet", "wrn-10-2"):
@@ -51,14 +52,21 @@ def _passes(name: str, precision: torch.dtype) -> dict[str, float]:
                 task.f(one, pictures)
         _wait(task)
 
-    with one_thread():
-        probed, plain = in_turns(probing, inference, turns=5)
+    def products() -> None:
+        forward.ENABLED = False
+        try:
+            probing()
+        finally:
+            forward.ENABLED = True
+
     records, named = clients * BATCH * (count + 1), f"{name}, {str(precision).removeprefix('torch.')}"
+    with one_thread():
+        probed, plain, *other = in_turns(probing, inference, *[products] * (precision == torch.float16), turns=3)
     return {
         f"{named}: probing, records a second": records / probed,
         f"{named}: inference, records a second": records / plain,
         f"{named}: probing / inference": plain / probed,
-    }
+    } | {f"{named}: kernels / products": each / probed for each in other}
 
 
 def memory() -> dict[str, float]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -25,25 +27,40 @@ CLIENTS = 5
 
 
 def fedlap() -> dict[str, float]:
-    """FedLAP's fit, 5 clients: one stack (on a GPU a graph a step) against a client at a time in eager mode."""
+    """FedLAP's fit, 5 clients of 2 classes: one stack against a client at a time in eager mode.
+
+    On a GPU the stack's steps are graphs, and compiled ones.
+    """
     task = _task(400) if torch.cuda.is_available() else _task(200, small=True)
     gpu = task.device.type == "cuda"
-    method = FedLap(images=50 if gpu else 10, passes=1, batches=20 if gpu else 4, region="fixed")
-    with one_thread():
-        together = _seconds(method, task, [tuple(range(CLIENTS))])
-        few = replace(method, batches=max(2, method.batches // 5))
-        graphs.ENABLED = False
-        try:
-            alone = _seconds(few, task, [(k,) for k in range(CLIENTS)]) * method.batches / few.batches
-        finally:
-            graphs.ENABLED = True
-    steps = method.batches * method.image_steps
-    return {
-        "weights": task.layout.size,
-        "one stack, milliseconds a step of the images": together / steps * 1e3,
-        "one after another, milliseconds a step": alone / steps * 1e3,
-        "one after another / one stack": alone / together,
-    }
+    figures = {"weights": float(task.layout.size)}
+    for images in (10, 50) if gpu else (10,):
+        method = FedLap(images=images, passes=1, batches=40 if gpu else 4, region="fixed")
+        few = replace(method, batches=max(2, method.batches // 10))
+        steps, named = method.batches * method.image_steps, f"{images} images a class"
+        with one_thread():
+            taken = {"one stack": _seconds(method, task, [tuple(range(CLIENTS))])}
+            if gpu:
+                with _set("COMPILED", True):
+                    taken["one stack, compiled"] = _seconds(method, task, [tuple(range(CLIENTS))])
+            with _set("ENABLED", False):
+                alone = _seconds(few, task, [(k,) for k in range(CLIENTS)]) * method.batches / few.batches
+        figures[f"{named}, one after another: milliseconds a step"] = alone / steps * 1e3
+        for name, seconds in taken.items():
+            figures[f"{named}, {name}: milliseconds a step of the images"] = seconds / steps * 1e3
+            figures[f"{named}, one after another / {name}"] = alone / seconds
+    return figures
+
+
+@contextmanager
+def _set(switch: str, value: bool) -> Iterator[None]:
+    """One of the switches in graphs.py, for a while."""
+    before = getattr(graphs, switch)
+    setattr(graphs, switch, value)
+    try:
+        yield
+    finally:
+        setattr(graphs, switch, before)
 
 
 def _seconds(method: FedLap, task: fv.Task, stacks: list[tuple[int, ...]]) -> float:

@@ -25,10 +25,8 @@ from typing import Any
 import msgspec
 import torch
 
-import fedveil
-from fedveil import data, graphs, recipe
+from fedveil import data, recipe
 from fedveil.cli.jobs import Job, Where
-from fedveil.engines import Local
 from fedveil.recipe import Recipe
 from fedveil.runs import environment
 
@@ -138,38 +136,9 @@ class Bench:
         return dataclasses.replace(whole, x=x, y=y, test_x=test_x, test_y=test_y)
 
 
-def speed(bench: Bench) -> dict[str, Any]:
-    """A round of FedLAP, and a quarter of one of FedLAP-DP: all clients as one stack, steps compiled and captured as
-    graphs, then the same uncompiled, against one client after another in eager mode. Something smaller warms up."""
-    found = {}
-    for source in ("mnist/fedlap", "mnist/fedlap-dp"):
-        changes = ("method.trajectories=1", "method.steps=250") if source.endswith("dp") else ()
-        plan = bench.plan(source, changes, 1)
-        task = plan.on(bench.data(bench.job(bench.out, plan)), bench.device)
-        small = dataclasses.replace(plan.method, passes=1, batches=10, steps=10)
-        for name, compile, graphed, alone in (
-            ("compiled", True, True, False),
-            ("together", False, True, False),
-            ("one after another", False, False, True),
-        ):
-            graphs.ENABLED = graphed
-            engine = Local(stack=1 if alone else None, workers=1, compile=compile)
-            try:
-                for method in (dataclasses.replace(small, batches=2) if alone else small, plan.method):
-                    result = fedveil.run(task, method, rounds=1, cohort=plan.cohort, engine=engine)
-            finally:
-                graphs.ENABLED = True
-            found[f"{source}, {name}"] = result.ledger.rows[-1].seconds
-            print(f"{source}, {name}: {result.ledger.rows[-1].seconds:.3g} s", flush=True)
-        for name in ("compiled", "together"):
-            found[f"{source}, {name}, ratio"] = found[f"{source}, one after another"] / found[f"{source}, {name}"]
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = [*RUNS, "speed"]
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"which of {', '.join(parts)} (default: all)")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"which of {', '.join(RUNS)} (default: all)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--data-dir", type=Path, metavar="DIR")
     parser.add_argument("--device", default="auto")
@@ -182,14 +151,12 @@ def main() -> None:
     device = recipe.pick_device(chosen.device)
     bench = Bench(chosen.out, directory, device, chosen.toy, chosen.compile, chosen.rounds, {})
     bench.out.mkdir(parents=True, exist_ok=True)
-    for part in chosen.parts or parts:
+    for part in chosen.parts or RUNS:
         began, told = time.monotonic(), environment()
-        for run in RUNS.get(part, []):
+        for run in RUNS[part]:
             if chosen.only in run.name:
                 told[run.name] = bench.train(run)
                 _write(bench.out / f"{part}.json", told)
-        if part == "speed":
-            _write(bench.out / "speed.json", told | speed(bench))
         print(f"{part}: {time.monotonic() - began:.1f} s", flush=True)
 
 
