@@ -1,32 +1,29 @@
-"""What is measured of FedLAP and FedLAP-DP on a GPU, beside FedDM, FedAvg, FedProx and SCAFFOLD.
+"""The runs of FedLAP and FedLAP-DP on a GPU, beside FedDM, FedAvg, FedProx and SCAFFOLD, in one process.
 
 python results/fedlap.py --out DIR                    everything
 python results/fedlap.py --out DIR rounds private     some of its parts
-python results/fedlap.py --out DIR --rounds 3 radius  with so many rounds
-python results/fedlap.py --out DIR --only fedlap      some of the runs
+python results/fedlap.py --out DIR --only fedlap-dp   some of the runs
 python results/fedlap.py --out DIR --toy              all of it in miniature, to see that it works
 
-A part writes DIR/PART.json, after every run, and runs are folders of DIR; one that is there is not done again.
+Each run is a folder of DIR, as `fedveil run` makes it; one that is there is continued. `fedveil audit` then says whether
+it can be told who was trained on.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 
 from fedveil import data, recipe
-from fedveil.cli.jobs import Job, Where
+from fedveil.cli.jobs import Job, Where, holds_run
 from fedveil.recipe import Recipe
 from fedveil.runs import environment
 
@@ -64,21 +61,17 @@ def private(of: str, rounds: int) -> list[Run]:
     return [Run(name, name, (), rounds) for name in names if name in recipe.names()]
 
 
+def varied(of: str, key: str, values: Sequence[object], rounds: int) -> list[Run]:
+    """A recipe with other values of one key."""
+    return [Run(f"{of}-{key.split('.')[-1]}-{value}", of, (f"{key}={value}",), rounds) for value in values]
+
+
 RUNS: dict[str, list[Run]] = {
     "rounds": [*clear("mnist", 10), *clear("fashion", 10)],
     "private": [*private("mnist", 15), *private("fashion", 15)],
-    "rates": [  # which rate is best for DP-FedAvg
-        Run(f"rates/{rate}", "mnist/dp-fedavg", (f"method.local.lr={rate}",), 5)
-        for rate in (0.02, 0.05, 0.2, 0.5)
-        if "mnist/dp-fedavg" in recipe.names()
-    ],
-    "radius": [  # table 3
-        Run(f"radius/{region}", "mnist/fedlap", (f"method.region={region}",), 5)
-        for region in ("min", "max", "median", "fixed")
-    ],
-    "images": [  # figure 5
-        Run(f"images/{count}", "mnist/fedlap", (f"method.images={count}",), 3) for count in (10, 20, 50, 100)
-    ],
+    "rates": varied("mnist/dp-fedavg", "method.local.lr", (0.02, 0.05, 0.2, 0.5), 5),  # which is best
+    "radius": varied("mnist/fedlap", "method.region", ("max", "median", "fixed"), 10),  # table 3; "min" is the recipe's
+    "images": varied("mnist/fedlap", "method.images", (10, 20, 100), 5),  # figure 5; 50 are the recipe's
     "cifar": [*clear("cifar10", 20), Run("cifar10/fedlap-augmented", "cifar10/fedlap", (AUGMENT,), 20)],
     "cifar-private": private("cifar10", 15),
 }
@@ -90,42 +83,32 @@ TOY = {
 
 @dataclass
 class Bench:
-    """Where to measure, and how much."""
+    """Where to run, and how much."""
 
     out: Path
-    directory: Path
-    device: str
+    where: Where
     toy: bool
-    compile: bool
-    rounds: int | None
     loaded: dict[str, data.Data]
 
-    def plan(self, source: str, changes: Sequence[str], rounds: int) -> Recipe:
-        """A recipe with these changes and so many rounds, or as --rounds and --toy say."""
-        name = recipe.read(source).method.name
-        small = [f"method.{change}" for change in TOY.get(name, ("local.steps=2", "local.batch=8"))]
-        changes = [*changes, f"rounds={self.rounds or rounds}"]
-        return recipe.read(source, [*changes, *small, "rounds=1"] if self.toy else changes)
+    def train(self, run: Run) -> None:
+        path = self.out / run.name
+        job = Job.held(path) if holds_run(path) else Job(path, self.plan(run), self.environment(run))
+        if not job.ended:
+            job.train(job.recipe.on(self.data(job), self.where.device), lambda: False)
 
-    def job(self, path: Path, plan: Recipe) -> Job:
-        threads = torch.get_num_threads()
-        where = Where(str(self.directory), self.device, None, None, threads, False, False, compile=self.compile)
-        command = f"python results/fedlap.py {shlex.join(sys.argv[1:])}"
-        return Job(path, plan, environment(command=command, **msgspec.structs.asdict(where)))
+    def plan(self, run: Run) -> Recipe:
+        small: tuple[str, ...] = ()
+        if self.toy:
+            name = recipe.read(run.source).method.name
+            small = ("rounds=1", *(f"method.{c}" for c in TOY.get(name, ("local.steps=2", "local.batch=8"))))
+        return recipe.read(run.source, [*run.changes, f"rounds={run.rounds}", *small])
 
-    def train(self, run: Run) -> dict[str, Any]:
-        """Do a run in its folder; what came of it, and the accuracy and ε of each round."""
-        plan = self.plan(run.source, run.changes, run.rounds)
-        job = self.job(self.out / run.name, plan)
-        job.train(plan.on(self.data(job), self.device), lambda: False)
-        rows = job.ledger.rows
-        return job.summary() | {
-            "out": run.name,
-            "curve": [row.metrics.get("accuracy") for row in rows],
-            "epsilons": [row.epsilon for row in rows],
-            "seconds_a_round": sum(row.seconds for row in rows) / len(rows),
-            "metrics": rows[-1].metrics,
-        }
+    def environment(self, run: Run) -> dict[str, object]:
+        """As `fedveil run` would write it."""
+        sets = [word for change in (*run.changes, f"rounds={run.rounds}") for word in ("--set", change)]
+        compile = ["--compile"] if self.where.compile else []
+        command = shlex.join(["fedveil", "run", run.source, *sets, "--device", self.where.device, *compile])
+        return environment(command=command, **msgspec.structs.asdict(self.where))
 
     def data(self, job: Job) -> data.Data:
         """A job's data; a little of it where all is in miniature."""
@@ -142,26 +125,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--data-dir", type=Path, metavar="DIR")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--rounds", type=int, metavar="N", help="instead of as many as each part has")
     parser.add_argument("--only", default="", metavar="TEXT", help="of the runs those whose name has this in it")
     parser.add_argument("--compile", action="store_true", help="as fedveil run --compile")
     parser.add_argument("--toy", action="store_true")
     chosen = parser.parse_args()
-    directory = data.files.data_directory(chosen.data_dir)
+    directory, threads = data.files.data_directory(chosen.data_dir), torch.get_num_threads()
     device = recipe.pick_device(chosen.device)
-    bench = Bench(chosen.out, directory, device, chosen.toy, chosen.compile, chosen.rounds, {})
-    bench.out.mkdir(parents=True, exist_ok=True)
+    where = Where(str(directory), device, None, None, threads, False, False, compile=chosen.compile)
+    bench = Bench(chosen.out, where, chosen.toy, {})
     for part in chosen.parts or RUNS:
-        began, told = time.monotonic(), environment()
+        began = time.monotonic()
         for run in RUNS[part]:
             if chosen.only in run.name:
-                told[run.name] = bench.train(run)
-                _write(bench.out / f"{part}.json", told)
+                bench.train(run)
         print(f"{part}: {time.monotonic() - began:.1f} s", flush=True)
-
-
-def _write(path: Path, told: dict[str, Any]) -> None:
-    path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
