@@ -5,8 +5,8 @@ python results/fedlap.py --out DIR rounds private     some of its parts
 python results/fedlap.py --out DIR --only fedlap-dp   some of the runs
 python results/fedlap.py --out DIR --toy              all of it in miniature, to see that it works
 
-Each run is a folder of DIR, as `fedveil run` makes it; one that is there is continued. `fedveil audit` then says whether
-it can be told who was trained on.
+Each run is a folder of DIR, as `fedveil run` makes it; one that is there is continued. `fedveil audit` then tells
+whether it can be said who was trained on.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ def test_a_folder_that_keeps_figures_only_is_reported_on_and_left_as_it_is() -> 
         Path("b", name).write_bytes(content)
     for command in ("resume", "audit", "fedage attack"):
         told = sentence(fv(*command.split(), "b"))
-        assert "b keeps the figures of 2 rounds and no checkpoint, so its weights are gone; run its recipe" in told
+        assert "b keeps the figures of 2 rounds and no checkpoint, so its weights are gone; run it again" in told
     assert {path.name: path.read_bytes() for path in Path("b").iterdir()} == kept
     good(fv("report", "b"))
 
@@ -455,6 +455,7 @@ def test_a_codec_is_listed_and_described(codec: str) -> None:
         told = good(fv("describe", codec, "--format", "json"))
         assert told["keys"]["method.up.name"] == codec
         assert told["summary"].endswith(".")
+        assert ("method.down takes the same" in shown) == fedveil.Codec.registry[codec].downward
 
 
 @pytest.mark.parametrize("method", sorted(fedveil.METHODS))
@@ -477,8 +478,15 @@ def test_the_keys_of_a_method_are_written_as_in_a_recipe() -> None:
     assert re.search(r"^  method\.up\.name +raw$", shown, re.M)
     assert re.search(r"^  method\.feedback +false$", shown, re.M)
     assert re.search(r"^  method\.local\.steps +none$", shown, re.M)
+    assert re.search(r"^  method\.privacy +none, or its noise, clip, delta, budget, accountant$", shown, re.M)
+    assert re.search(r"^  method\.down +none, or its name$", shown, re.M)
     assert re.search(r"^  method\.up\.steps +1000$", good(fv("describe", "tofu")), re.M)
     assert re.search(r'^  method\.augment +""$', good(fv("describe", "fedlap")), re.M)
+
+
+def test_a_narrow_terminal_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell.out, "_width", 25)
+    assert "method.local.weight_decay  0.0" in good(fv("describe", "fedavg"))
 
 
 def test_a_checkpoint_is_shown_with_state_and_memories() -> None:

@@ -126,7 +126,7 @@ def test_late_answers_are_missing():
 
 
 def test_a_share_of_the_cohort_is_not_rounded_up_by_a_hair():
-    assert [fv.Sampling(quorum=q).needed(100) for q in (0.07, 0.28, 0.285, 1, 5)] == [7, 28, 29, 1, 5]
+    assert [fv.Sampling(quorum=q).needed(100) for q in (0.07, 0.28, 0.285, 1e-12, 1, 5)] == [7, 28, 29, 1, 1, 5]
     with pytest.raises(ValueError, match=r"cohort\.deadline is -1; it is in seconds, above 0"):
         fv.Sampling(deadline=-1)
 

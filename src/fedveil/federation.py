@@ -151,7 +151,7 @@ class Sampling:
 
     def needed(self, asked: int) -> int:
         share = round(self.quorum * asked, 9)  # as a float, 0.07 × 100 is above 7
-        return math.ceil(share) if self.quorum < 1 else int(self.quorum)
+        return max(1, math.ceil(share)) if self.quorum < 1 else int(self.quorum)
 
 
 class BelowQuorum(Exception):

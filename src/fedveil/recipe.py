@@ -199,7 +199,7 @@ def _value(text: str) -> Any:
 def _build(kind: type[Any], table: Any, path: str) -> Any:
     """An instance of a dataclass from a table, field by field."""
     if not isinstance(table, Mapping):
-        raise ValueError(f"'{path}' holds several keys ({', '.join(_keys(kind))}); write '{path}.KEY'")
+        raise ValueError(f"'{path}' holds several keys ({', '.join(keys(kind))}); write '{path}.KEY'")
     table = dict(table)
     if hasattr(kind, "registry"):
         what, registry = kind.__mro__[-2].__name__.lower(), kind.registry
@@ -207,20 +207,19 @@ def _build(kind: type[Any], table: Any, path: str) -> Any:
         if name not in registry:
             raise ValueError(f"there is no {what} '{name}'{nearest(name, registry)}")
         kind = registry[name]
-    known, hints = _keys(kind), typing.get_type_hints(kind)
+    known, hints = keys(kind), typing.get_type_hints(kind)
     given: dict[str, Any] = {}
     for key, value in table.items():
         where = f"{path}.{key}" if path else key
         if key not in known:
             raise ValueError(_lacking(kind, key, where) or f"unknown key '{where}'{nearest(key, known, path)}")
-        hint = hints[key]
-        if section := _section(kind, key, hint):
-            given[key] = _build(section, value, where)
+        if under := section(kind, key):
+            given[key] = _build(under, value, where)
             continue
         try:
-            given[key] = msgspec.convert(value, hint)
+            given[key] = msgspec.convert(value, hints[key])
         except msgspec.ValidationError:
-            raise ValueError(f"'{where}' is {value!r}; it must be {_called(hint)}") from None
+            raise ValueError(f"'{where}' is {value!r}; it must be {_called(hints[key])}") from None
         if isinstance(given[key], float) and not math.isfinite(given[key]):
             raise ValueError(f"'{where}' is {value}; it must be a finite number")
     return kind(**given)
@@ -228,15 +227,16 @@ def _build(kind: type[Any], table: Any, path: str) -> Any:
 
 def _lacking(kind: type[Any], key: str, where: str) -> str:
     """Of a key that others of the registry have: why this one has none, and whose it is."""
-    having = sorted(name for name, other in getattr(kind, "registry", {}).items() if key in _keys(other))
+    having = sorted(name for name, other in getattr(kind, "registry", {}).items() if key in keys(other))
     if not having:
         return ""
     why = getattr(kind, "lacks", {}).get(key)
     return f"{kind.name} has no '{where}'{f': {why}' if why else ''}; it is a key of {', '.join(having)}"
 
 
-def _section(kind: type[Any], key: str, hint: Any) -> type[Any] | None:
+def section(kind: type[Any], key: str) -> type[Any] | None:
     """The class of a field that is a table of its own; of several possible ones that of the field's default."""
+    hint = typing.get_type_hints(kind)[key]
     classes = [t for t in typing.get_args(hint) or (hint,) if isinstance(t, type)]
     for found in classes:
         if hasattr(found, "registry"):
@@ -249,7 +249,8 @@ def _section(kind: type[Any], key: str, hint: Any) -> type[Any] | None:
     return None
 
 
-def _keys(kind: type[Any]) -> list[str]:
+def keys(kind: type[Any]) -> list[str]:
+    """What can be set in a table of this class."""
     return [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else ["name"]
 
 

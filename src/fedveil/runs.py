@@ -174,7 +174,7 @@ def newest(folder: Path) -> Saved | None:
     if len(rows := _rows(folder)) > 1:  # one is what a kill before the first checkpoint leaves
         raise RunError(
             f"{folder} keeps the figures of {len(rows)} rounds and no checkpoint, so its weights are gone; "
-            "run its recipe.toml again with another --out"
+            "run it again in another folder (--out)"
         )
     return None
 

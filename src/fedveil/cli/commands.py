@@ -304,12 +304,18 @@ def describe(method: Annotated[str, argument("METHOD")], format: Shown = Format.
     words = [(name.replace("_", " "), text) for name, text in vars(about).items() if name not in ("claims", "paper")]
     show.pairs([("method", method), *words, *about.claims, ("paper", about.paper)])
     out.out("\nkeys for --set, with their defaults")
-    show.pairs((f"  {key}", _typed(value)) for key, value in keys.items())
+    show.pairs(_typed(METHODS[method](), "method"))
 
 
-def _typed(value: Any) -> str:
-    """A value as it would be typed, but for none, which is to leave the key out."""
-    return str(value).lower() if value is None or isinstance(value, bool) else f"{value}" or '""'
+def _typed(thing: Any, path: str) -> Iterator[tuple[str, str]]:
+    """What a recipe can set below `path`, and the present values as one would type them. None is to leave a key out; of
+    a table that is left out the keys are named."""
+    for key, value in _keys(thing, path):
+        shown = str(value).lower() if value is None or isinstance(value, bool) else f"{value}" or '""'
+        name = key.removeprefix(f"{path}.")
+        if value is None and "." not in name and (table := recipe.section(type(thing), name)):
+            shown = f"none, or its {', '.join(recipe.keys(table))}"
+        yield f"  {key}", shown
 
 
 def _describe_codec(codec: Codec, format: Format) -> None:
@@ -319,7 +325,7 @@ def _describe_codec(codec: Codec, format: Format) -> None:
         return show.as_json({"name": codec.name, "summary": words, "keys": keys})
     show.pairs([("codec", codec.name), ("summary", words)])
     out.out(f"\nkeys for --set, with their defaults{'; method.down takes the same' if codec.downward else ''}")
-    show.pairs((f"  {key}", _typed(value)) for key, value in keys.items())
+    show.pairs(_typed(codec, "method.up"))
 
 
 def _keys(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
