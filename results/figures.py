@@ -62,6 +62,18 @@ BAFFLE = {  # run: the paper's accuracy, tables 1 and 2
     "cifar10/fedavg-baffle-dirichlet": 44.4,
     "cifar10/baffle-dirichlet-200": 35.2,
 }
+BESIDE = (  # what is trained, the run, the same training with plain updates, the paper's accuracy where it has one
+    ("FedSynth, MNIST IID", "mnist/fedsynth-iid", "mnist/fedavg-iid", None),
+    ("FedSynth, MNIST shards", "mnist/fedsynth-shards", "mnist/fedavg-shards", None),
+    ("TOFU, 64 proxies both ways, MNIST IID", "mnist/tofu-64", "mnist/fedavg-lenet5", 98.14),
+    ("FedAGE, MNIST IID", "mnist/fedage-iid", "mnist/fedavg-batch-100", None),
+    ("FedAGE, MNIST shards", "mnist/fedage-shards", "mnist/fedavg-batch-100-shards", None),
+    ("FedAGE, Shakespeare", "shakespeare/fedage", "shakespeare/fedavg", None),
+    ("BAFFLE, LeNet, K = 500, MNIST IID", "mnist/baffle-lenet-500", "mnist/fedavg-baffle-lenet", 92.18),
+    ("BAFFLE, WRN-10-2, K = 100, MNIST IID", "mnist/baffle-wrn-100", "mnist/fedavg-baffle-wrn", 88.35),
+    ("BAFFLE, LeNet, K = 200, CIFAR-10 IID", "cifar10/baffle-lenet-200", "cifar10/fedavg-baffle-lenet", 48.78),
+    ("the same, 100 clients, skewed", "cifar10/baffle-dirichlet-200", "cifar10/fedavg-baffle-dirichlet", 35.21),
+)
 LENET5 = 61_706  # weights, in 10 tensors
 TOFU = ("tofu-32", "tofu-64", "tofu-128", "tofu-64-half", "tofu-64-8bit")
 PAPER = {
@@ -494,6 +506,21 @@ def baffle() -> str:
     return table(head, rows)
 
 
+def beside() -> str:
+    """What stands in for updates beside plain updates after as many rounds, and the papers."""
+    rows = []
+    for told, name, plain, paper in BESIDE:
+        run, other = Run(name), Run(plain)
+        rounds, accuracies = (each.ledger.series("accuracy") for each in (run, other))
+        counterpart = accuracies[1][accuracies[0].index(rounds[0][-1])]
+        figures = [percent(each) for each in (rounds[1][-1], counterpart)]
+        rows.append(
+            (told, str(rounds[0][-1]), *figures, "" if paper is None else f"{paper:.2f}", ratio(other.up, run.up))
+        )
+    head = ("", "rounds", "accuracy, %", "plain updates, %", "paper, %", "times fewer bytes up")
+    return table(head, rows)
+
+
 def bench() -> str:
     parts = []
     for path in sorted(HERE.glob("bench*.json")):
@@ -532,6 +559,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "shakespeare": lambda: fedage_runs(("shakespeare/fedavg", "shakespeare/fedage")),
     "shakespeare commands": lambda: commands(("shakespeare/fedavg", "shakespeare/fedage")),
     "baffle": baffle,
+    "beside": beside,
     "mnist commands": lambda: commands(f"mnist/{path.name}" for path in sorted((HERE / "mnist").iterdir())),
     "cifar commands": lambda: commands(f"cifar10/{path.name}" for path in sorted((HERE / "cifar10").iterdir())),
     "bench": bench,
