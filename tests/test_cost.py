@@ -104,6 +104,8 @@ def test_compressed_messages_are_bounded_from_above_and_closely(inner: fv.Codec)
     for way in ("up", "down"):
         assert sum(getattr(row, f"bytes_{way}") for row in ledger.rows) <= told[way]["total"]
         assert plain[way]["total"] < told[way]["total"] < 1.2 * plain[way]["total"]
+    assert "What is compressed has no fixed size; its bytes are the most that they can be." in told["notes"]
+    assert not any("compressed" in note for note in plain["notes"])
     assert told["passes"] == plain["passes"]
     assert told["passes"]["total"] == sum(row.passes for row in ledger.rows)
 
