@@ -39,6 +39,11 @@ class Local:
             raise ValueError(f"local.optimizer is '{self.optimizer}'; use sgd, momentum or adam")
         if self.lr <= 0 or self.batch < 1 or self.epochs < 1 or (self.steps is not None and self.steps < 1):
             raise ValueError("local training needs lr > 0 and batch, epochs and steps of at least 1")
+        if not (0 <= self.momentum < 1 and 0 <= self.beta2 < 1 and self.weight_decay >= 0 and self.decay > 0):
+            raise ValueError(
+                "local.momentum and local.beta2 are from 0 to below 1, local.weight_decay is at least 0 and "
+                "local.decay above 0"
+            )
 
     def rate(self, round_: int) -> float:
         """The learning rate of a round."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import tomllib
@@ -22,6 +21,7 @@ from fedveil import data, models
 from fedveil.data import Data
 from fedveil.federation import Method, Sampling
 from fedveil.seeds import Seed
+from fedveil.spelling import nearest
 from fedveil.task import LOSSES, Task
 from fedveil.updates.raw import FedAvg
 from fedveil.weights import load_weights
@@ -260,15 +260,6 @@ def _called(hint: Any) -> str:
     if isinstance(hint, types.UnionType):
         return " or ".join(_called(t) for t in typing.get_args(hint) if t is not type(None))
     return words.get(typing.get_origin(hint) or hint, str(hint))
-
-
-def nearest(word: str, known: Iterable[str], path: str = "") -> str:
-    """How an error about an unknown word ends: with the nearest right spelling, or all of them if they are few."""
-    known = list(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean '{path + '.' if path else ''}{close[0]}'?"
-    return f"; known are {', '.join(known)}" if len(known) <= 12 else ""
 
 
 # ---------------------------------------------------------------------------------------------------- writing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -97,7 +98,7 @@ class Merge:
                 ordered = updates.sort(dim=0).values
                 return (ordered[(len(updates) - 1) // 2] + ordered[len(updates) // 2]) / 2
             case "trimmed":
-                cut = int(self.trim * len(updates))
+                cut = math.floor(round(self.trim * len(updates), 9))  # 0.29 × 100 is below 29
                 return updates.sort(dim=0).values[cut : len(updates) - cut].mean(dim=0)
             case "krum":
                 neighbours = max(1, len(updates) - self.byzantine - 2)

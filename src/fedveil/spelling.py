@@ -10,10 +10,16 @@ from typing import Any
 
 def unknown(what: str, word: str, known: Iterable[str]) -> ValueError:
     """The error for `word`, which is none of `known`."""
+    return ValueError(f"unknown {what} '{word}'{nearest(word, known)}")
+
+
+def nearest(word: str, known: Iterable[str], path: str = "") -> str:
+    """How an error about an unknown word ends: with the nearest right spelling, or all of them if they are few."""
     known = list(known)
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
-    return ValueError(f"unknown {what} {word!r}; {hint}")
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean '{path + '.' if path else ''}{close[0]}'?"
+    return f"; known: {', '.join(known) or 'none'}" if len(known) <= 24 else ""
 
 
 def check_options(what: str, function: Callable[..., Any], options: Mapping[str, object]) -> None:

@@ -135,6 +135,12 @@ def test_robust_merges_ignore_the_outlier_that_moves_the_mean(kind):
     torch.testing.assert_close(merged, MERGED[kind])
 
 
+def test_a_share_is_not_cut_short_by_rounding():
+    updates = torch.arange(100.0)[:, None].square()
+    merged = fv.Merge(kind="trimmed", trim=0.29)(updates, torch.ones(100))
+    torch.testing.assert_close(merged, updates[29:71].mean(0))
+
+
 def test_norm_clipping_bounds_what_one_client_can_do():
     updates = torch.tensor([[0.3, 0.4], [300.0, 400.0]])
     merged = fv.Merge(kind="clip", clip=1.0)(updates, torch.tensor([1, 3]))

@@ -41,6 +41,7 @@ from fedveil.cost import cost as foretell
 from fedveil.federation import METHODS
 from fedveil.message import Refused
 from fedveil.recipe import Recipe
+from fedveil.spelling import nearest
 from fedveil.updates.codec import Codec
 
 DEMO = [
@@ -295,7 +296,7 @@ def describe(method: Annotated[str, argument("METHOD")], format: Shown = Format.
     if method in Codec.registry and method not in METHODS:
         return _describe_codec(Codec.registry[method](), format)
     if method not in METHODS:
-        raise ValueError(f"there is no method '{method}'{recipe.nearest(method, [*METHODS, *Codec.registry])}")
+        raise ValueError(f"there is no method '{method}'{nearest(method, [*METHODS, *Codec.registry])}")
     about, keys = METHODS[method].about, dict(_keys(METHODS[method](), "method"))
     if format is Format.json:
         claims = [{"kind": kind, "sentence": sentence} for kind, sentence in about.claims]

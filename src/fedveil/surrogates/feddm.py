@@ -50,6 +50,10 @@ class FedDm(Surrogates):
         "2023",
     )  # fmt: skip
 
+    lacks: ClassVar[Mapping[str, str]] = {
+        "privacy": "means of features are matched without clip or noise, and fedlap matches gradients that have both"
+    }
+
     images: int = 10
     batches: int = 5
     batch: int = 512
@@ -120,7 +124,8 @@ class FedDm(Surrogates):
         return torch.from_numpy(index).to(task.device)
 
     def work(self, turn: Turn) -> Work:
-        """Real records only; where the classes that a client holds do not divide `batch` there are a few less."""
+        """Real records only; where the classes that a client holds do not divide `batch` there are a few less, and
+        where there are more classes than that one of each."""
         return Work(self.draws * self.batches * self.batch + self.measuring(turn), vectors=8, held=self.batch)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -62,6 +62,10 @@ class FedLap(Surrogates):
         ),
         paper="Wang et al., FedLAP-DP: Federated Learning by Sharing Differentially Private Loss Approximations, 2024",
     )  # fmt: skip
+
+    lacks: ClassVar[Mapping[str, str]] = {
+        "user_privacy": "a set of images is no update that could be cut to a norm and summed"
+    }
 
     trajectories: int = 1
     passes: int = 5
