@@ -29,7 +29,7 @@ from fedveil.task import Task
 
 NOISE = 1 << 23  # numbers of noise that are held at once, a client
 HELD = {"cpu": 1 << 22, "cuda": 1 << 29}  # numbers in the gradients that are held at once
-PIECE = 128  # records at once, or less, where the step is compiled: for one shape, however many are drawn
+PIECE = 64  # records at once, or less, where the step is compiled: for one shape, however many are drawn
 WITHIN = 1 - 1e-5  # of C is what a gradient is cut to, so that rounding does not lift it above
 
 
