@@ -36,7 +36,7 @@ CLEAR = {  # name: recipe of a data set's folder, changes
     "scaffold-2class": ("scaffold-2class", ()),
     "scaffold-2class-slow": ("scaffold-2class", ("method.local.lr=0.01",)),
 }
-PRIVATE = ("fedlap-dp", "dp-fedavg", "dp-fedprox")  # those that there are
+PRIVATE = ("fedlap-dp", "dp-fedavg", "dp-fedprox", "dp-scaffold")  # those that there are
 AUGMENT = 'method.augment="flip crop scale rotate color"'
 
 

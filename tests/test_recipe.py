@@ -146,9 +146,10 @@ def test_a_value_out_of_its_range_is_one_sentence(method: str, change: str, sent
 @pytest.mark.parametrize(
     ("method", "key", "sentence"),
     [
-        ("scaffold", "privacy", "its updates and control variates come from gradients without noise; it is a key of f"),
         ("scaffold", "user_privacy", "an update is cut and noised there, and its control variate would go along"),
-        ("q-fedavg", "privacy", "a client's weight is its loss on all its records, which no noise covers"),
+        ("q-fedavg", "privacy", "a client's weight is its loss on all its records, which no noise covers; it is a key"),
+        ("feddm", "privacy", "means of features are matched without clip or noise"),
+        ("fedlap", "user_privacy", "a set of images is no update that could be cut to a norm and summed"),
         ("baffle", "user_privacy", "updates are cut and noised there, and it sends slopes of the loss"),
     ],
 )

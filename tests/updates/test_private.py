@@ -20,6 +20,7 @@ from fedveil.privacy.accountant import Noised, epsilon
 from fedveil.privacy.dpsgd import DpSgd, clipped_sum, normal, poisson
 from fedveil.updates.codec import Update
 from fedveil.updates.down import Train
+from fedveil.updates.scaffold import Control, TrainControlled
 from surrogates.test_capture import Watch
 from toys import Tamper, linear_task
 from updates.codecs import crowd_of, digits, image_task
@@ -55,9 +56,9 @@ def uneven(seed: int, sizes=(6, 3, 5, 4)) -> fv.Task:
 # ---------------------------------------------------------------------------------------------------- training
 
 
-def by_hand(task, client, secret, steps, local=LOCAL, pull=0.0):
+def by_hand(task, client, secret, steps, local=LOCAL, pull=0.0, start=None, push=0.0):
     """DP-SGD, step after step, with the noise and the draws of one client's secret."""
-    w, rate = task.initial.clone(), local.batch / task.largest
+    w, rate = (task.initial if start is None else start).clone(), local.batch / task.largest
     drawn = poisson(secret.child("draw"), task.clients[client], rate, steps)
     noise = normal(secret.child("noise"), steps * len(w)).view(steps, -1).float() * (PRIVACY.noise * PRIVACY.clip)
     for rows, added in zip(drawn, noise, strict=True):
@@ -65,7 +66,7 @@ def by_hand(task, client, secret, steps, local=LOCAL, pull=0.0):
         if len(rows):
             total = clipped_sum(task, w[None], task.x[rows][None], task.y[rows][None], torch.ones(1, len(rows)), 0.7)[0]
         private = (total + added) / local.batch
-        w = w - local.lr * (private + local.weight_decay * w + pull * (w - task.initial))
+        w = w - local.lr * (private + local.weight_decay * w + pull * (w - task.initial) + push)
     return w
 
 
@@ -78,6 +79,31 @@ def test_private_training_is_dp_sgd_and_what_looks_at_weights_only_comes_after_t
     for k, secret in enumerate(crowd.secrets("gradients")):
         expected = by_hand(task, k, secret.child(0), 4, pull=pull) - task.initial
         torch.testing.assert_close(found[k], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_scaffold_corrects_after_the_noise_and_makes_its_control_variates_of_private_weights():
+    task, method = uneven(0), fv.Scaffold(LOCAL, privacy=PRIVACY)
+    w, c = task.initial + 0.1, torch.linspace(-0.2, 0.2, 8)
+    own = [torch.full((8,), 0.1 * k) for k in range(4)]
+    crowd = crowd_of(task, 0, 1, 2, 3)
+    crowd.memory[:] = [Control(each) for each in own]
+    answers = method.train(crowd, TrainControlled(w, c))
+    for k, secret in enumerate(crowd.secrets("gradients")):
+        trained = by_hand(task, k, secret.child(0), 4, start=w, push=c - own[k])
+        torch.testing.assert_close(answers[k].update, trained - w, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(answers[k].control, (w - trained) / (4 * LOCAL.lr) - c, atol=1e-4, rtol=1e-4)
+    assert crowd.charged == 1
+
+
+def test_scaffold_charges_what_fedavg_does_and_ends_within_its_budget():
+    task, found = uneven(0), []
+    for method in (fv.FedAvg(LOCAL, privacy=PRIVACY), fv.Scaffold(LOCAL, privacy=PRIVACY)):
+        found.append([row.epsilon for row in fv.run(task, method, rounds=3, cohort=4).ledger.rows])
+    assert found[0] == found[1]
+    assert found[0][0] < found[0][2]
+    least = dataclasses.replace(PRIVACY, budget=(found[0][1] + found[0][2]) / 2)
+    result = fv.run(task, fv.Scaffold(LOCAL, privacy=least), rounds=3, cohort=4)
+    assert (len(result.ledger.rows), result.stopped) == (2, "budget")
 
 
 def test_noise_that_is_too_much_to_hold_is_drawn_in_pieces(monkeypatch):
@@ -287,9 +313,8 @@ def test_a_delta_or_a_budget_that_promises_nothing_is_refused():
         fv.run(uneven(0), fv.FedAvg(privacy=DpSgd(delta=0.5)), rounds=1)
     with pytest.raises(ValueError, match="set one of them"):
         fv.FedAvg(privacy=PRIVACY, user_privacy=fv.UserLevel())
-    for kind in (fv.Scaffold, fv.QFedAvg):
-        with pytest.raises(TypeError):
-            kind(privacy=PRIVACY)
+    with pytest.raises(TypeError):
+        fv.QFedAvg(privacy=PRIVACY)
 
 
 def test_asked_in_the_clear_a_client_under_a_secure_sum_does_not_train():

@@ -55,7 +55,7 @@ class QFedAvg(Method):
         "FedAvg that weights clients by their loss to the power q, for a fairer model.",
         "the loss-weighted update Δ_k (d floats) and the scalar h_k",
         "Li et al., Fair Resource Allocation in Federated Learning, 2020",
-        sums=False,
+        more=(),
     )
     lacks: ClassVar[Mapping[str, str]] = {
         "privacy": "a client's weight is its loss on all its records, which no noise covers",

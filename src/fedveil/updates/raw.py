@@ -44,8 +44,8 @@ PRIVATE = (
 )
 
 
-def raw_about(summary: str, sends: str, paper: str, sums: bool = True) -> About:
-    """What holds for every method that sends updates in the clear, and for those that can sum them securely."""
+def raw_about(summary: str, sends: str, paper: str, more: Sequence[tuple[str, str]] | None = None) -> About:
+    """What holds for every method that sends updates in the clear, and `more`: by default what FedAvg's family has."""
     summed = ("proved", "with secure: the server learns the sum over the clients, and nothing else of any one.")
     return About(
         summary,
@@ -54,7 +54,7 @@ def raw_about(summary: str, sends: str, paper: str, sums: bool = True) -> About:
         network_sees="the same bytes, unless the transport encrypts them",
         claims=(
             ("measured", "by others: inputs are rebuilt from updates by inversion. It protects nothing."),
-            *((summed, *PRIVATE) if sums else ()),
+            *((summed, *PRIVATE) if more is None else more),
         ),
         paper=paper,
     )

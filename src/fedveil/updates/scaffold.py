@@ -7,15 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from fedveil import message
 from fedveil.clients import Crowd
 from fedveil.cost import Turn, Work
-from fedveil.federation import About, Cohort, Method, State
+from fedveil.federation import About, Cohort, Method, Sampling, State
 from fedveil.local import Local
 from fedveil.message import Answer, Question, Record, Weights
+from fedveil.privacy.account import Account
+from fedveil.privacy.dpsgd import DpSgd
 from fedveil.task import Task
-from fedveil.updates.raw import raw_about
+from fedveil.updates.raw import PRIVATE, raw_about
 
 
 @message.kind(5)
@@ -51,22 +54,26 @@ class ScaffoldState(State, frozen=True):
 
 @dataclass(frozen=True)
 class Scaffold(Method):
-    """Control variates against client drift (Karimireddy et al. 2020, algorithm 1, option II)."""
+    """Control variates against client drift (Karimireddy et al. 2020, algorithm 1, option II).
+
+    privacy: local training is DP-SGD. Control variates are made of the weights before and after it and corrections come
+             after the noise, so both cost nothing more (Noble et al. 2022)
+    """
 
     name: ClassVar[str] = "scaffold"
     about: ClassVar[About] = raw_about(
         "Clients correct their drift by the difference of their own and the mean gradient.",
         "the weight update and the change of the control variate (2d floats)",
         "Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, 2020",
-        sums=False,
+        more=PRIVATE[:1],
     )
     lacks: ClassVar[Mapping[str, str]] = {
-        "privacy": "its updates and control variates come from gradients without noise",
         "user_privacy": "an update is cut and noised there, and its control variate would go along as it is",
     }
 
     local: Local = field(default_factory=Local)
     server_lr: float = 1.0
+    privacy: DpSgd | None = None
 
     def __post_init__(self) -> None:
         if self.server_lr <= 0:
@@ -89,13 +96,34 @@ class Scaffold(Method):
         return {TrainControlled: self.train}
 
     def work(self, turn: Turn) -> Work:
+        if self.privacy:
+            return self.local.private_work(turn.records, turn.largest)
         return self.local.work(turn.records)
+
+    def account(self, task: Task, cohort: Sampling) -> Account | None:
+        return self.price(task)
+
+    def price(self, task: Task) -> Account | None:
+        """What an answer costs a client, where it is private."""
+        if not self.privacy:
+            return None
+        return self.privacy.account(task, self.local.batch, self.local.private_steps(task.largest))
 
     def train(self, crowd: Crowd, question: TrainControlled) -> list[Controlled]:
         device = crowd.task.device
         w, c = question.weights.to(device), question.control.to(device)
         own = torch.stack([torch.zeros_like(c) if m is None else m.control.to(device) for m in crowd.memory])
-        trained, steps = self.local.train(crowd, w, lambda v: c - own)
+        trained, steps = self.trained(crowd, w, lambda v: c - own)
         new = own - c + (w - trained) / (steps * self.local.rate(crowd.round))[:, None]  # option II
         crowd.remember([Control(row) for row in new.cpu()])
         return [Controlled(u, d) for u, d in zip((trained - w).cpu(), (new - own).cpu(), strict=True)]
+
+    def trained(self, crowd: Crowd, w: Tensor, correction: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Weights [C, d] and steps taken [C]; all that is released of the records is in the weights."""
+        if not self.privacy:
+            return self.local.train(crowd, w, correction)
+        if price := self.price(crowd.task):
+            crowd.charge(price)
+        steps = self.local.private_steps(crowd.task.largest)
+        weights = self.local.train_privately(crowd, w, self.privacy, correction)
+        return weights, torch.full((len(crowd),), steps, device=w.device)
