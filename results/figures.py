@@ -36,7 +36,7 @@ DIGITS = (  # in the order of the table; the first is what the others are compar
     *("tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit"),
 )
 CLEAR = ("fedavg-2class", "fedavg-2class-fast", "feddm", "fedlap")
-PRIVATE = ("dp-fedavg", "dp-fedprox", "dp-fedavg-often", "fedlap-dp")
+PRIVATE = ("dp-fedavg", "dp-fedprox", "dp-scaffold", "dp-fedavg-often", "fedlap-dp")
 SURROGATES = tuple(f"{name}-{seed}" for name in (*CLEAR, *PRIVATE) for seed in range(3))
 SUMMED = ("fedage", "fedage-linear", "fedage-secure", "fedavg-secure", "baffle-clear", "baffle")
 CLASSES = ("fedavg-classes", "fedprox-classes", "scaffold-classes")
