@@ -120,7 +120,7 @@ def test_a_change_of_the_records_leaves_canaries_as_they_are():
     heard = Heard(task.places)
     how = Tapped(noise=1.0, heard=heard, silent=True)
     crowd = Crowd(task, (0,), 1, fv.Seed.root(0), fv.Seed.root(1), [None], [{}])
-    draw = how.gradients(crowd, task.initial[None], 12, 3, [fv.Seed.root(2)], lambda x: x * 0)
+    draw = how.gradients(crowd, task.initial[None], 12, [(3, [fv.Seed.root(2)])], lambda x: x * 0)
     for _ in range(3):
         draw()
     assert heard.rate == 1

@@ -131,7 +131,7 @@ def test_a_private_gradient_has_the_noise_once_over_the_expected_batch():
     how = DpSgd(noise=3.0, clip=0.5)
     w = task.initial[None]
     steps, batch = 5000, 6
-    gradient = how.gradients(crowd_of(task, (0,)), w, batch, steps, [ROOT.child("one")])
+    gradient = how.gradients(crowd_of(task, (0,)), w, batch, [(steps, [ROOT.child("one")])])
     found = torch.stack([gradient()[0] for _ in range(steps)])  # [steps, 8]
     assert how.rate(task, batch) == 0.25
     mean = by_hand(task, task.initial, range(24), 0.5) * 0.25 / batch
@@ -149,7 +149,7 @@ def test_an_empty_batch_is_noise_and_no_less():
         s for s in map(ROOT.child, range(10**6)) if not len(poisson(s.child("draw"), task.clients[0], 1 / 24, 1)[0])
     )
     crowd = crowd_of(task, (0,))
-    found = how.gradients(crowd, task.initial[None], 1, 1, [rare])()
+    found = how.gradients(crowd, task.initial[None], 1, [(1, [rare])])()
     expected = 2.0 * normal(rare.child("noise"), 8).float()
     assert torch.allclose(found[0], expected)
 
@@ -159,12 +159,33 @@ def test_clients_have_noise_of_their_own_whatever_the_stack():
     crowd = crowd_of(task)
     secrets = crowd.secrets("gradients")
     w = task.initial.expand(4, -1)
-    draw = how.gradients(crowd, w, 3, 2, secrets)
+    draw = how.gradients(crowd, w, 3, [(2, secrets)])
     together = torch.stack([draw(), draw()])
     assert len(together.flatten(0, 1).unique(dim=0)) == 8
     for k in range(4):
-        alone = how.gradients(crowd_of(task, (k,)), w[k : k + 1], 3, 2, secrets[k : k + 1])
+        alone = how.gradients(crowd_of(task, (k,)), w[k : k + 1], 3, [(2, secrets[k : k + 1])])
         assert torch.allclose(torch.stack([alone()[0], alone()[0]]), together[:, k], atol=1e-5)
+
+
+def test_pieces_are_what_each_is_alone_and_their_noise_serves_once():
+    task, how, w = linear_task(), DpSgd(), linear_task().initial.expand(2, -1)
+    pieces = [(steps, [ROOT.child(steps, k) for k in range(2)]) for steps in (3, 1, 2)]
+    crowd, expected = crowd_of(task, (0, 1)), []
+    for steps, secrets in pieces:
+        alone = how.gradients(crowd_of(task, (0, 1)), w, 3, [(steps, secrets)])
+        expected.append(torch.stack([alone() for _ in range(steps)]))
+    draw = how.gradients(crowd, w, 3, pieces)
+    assert torch.allclose(draw(), expected[0][0], atol=1e-6)
+    draw.begin(0)  # stays
+    assert torch.allclose(draw(), expected[0][1], atol=1e-6)
+    draw.begin(1)
+    assert torch.allclose(draw(), expected[1][0], atol=1e-6)
+    assert draw().isnan().all()  # a step that is not there, instead of one with the noise of piece 0
+    draw.begin(2)
+    assert torch.allclose(torch.stack([draw(), draw()]), expected[2], atol=1e-6)
+    with pytest.raises(AssertionError, match="noise serves once"):
+        draw.begin(1)
+    assert crowd.passes == 6 * sum(min(3, len(task.clients[k])) for k in range(2))
 
 
 def test_the_rate_is_of_the_public_bound_and_not_of_what_a_client_has():

@@ -148,7 +148,7 @@ def test_pieces_of_one_size_have_the_same_private_gradient(monkeypatch):
     for on in (False, True):
         monkeypatch.setattr(graphs, "COMPILED", on)
         monkeypatch.setattr(task, "_fused", {})
-        gradient = how.gradients(crowd_of(task), weights, 8, 2, [Seed.root(k) for k in range(2)])
+        gradient = how.gradients(crowd_of(task), weights, 8, [(2, [Seed.root(k) for k in range(2)])])
         found.append(torch.stack([gradient(), gradient()]))
     assert set(seen[2:]) == {3}
     assert torch.allclose(*found, atol=1e-6)

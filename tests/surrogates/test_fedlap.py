@@ -17,9 +17,9 @@ from fedveil.data import from_tensors
 from fedveil.engines import Local as Engine
 from fedveil.message import Envelope, Refused
 from fedveil.privacy.accountant import Noised, epsilon
-from fedveil.privacy.dpsgd import DpSgd
+from fedveil.privacy.dpsgd import DpSgd, Gradients
 from fedveil.surrogates import base
-from fedveil.surrogates.fedlap import FedLap
+from fedveil.surrogates.fedlap import Batches, FedLap
 from fedveil.surrogates.sets import Classes, Distil, Surrogate, WhichClasses
 from surrogates.small import crowd_of, task_of
 from toys import Tamper, kept
@@ -59,18 +59,25 @@ def test_fitting_brings_the_gradients_of_the_images_to_those_of_the_records():
     assert (after < 0.2 * before).all()
 
 
-def test_a_stack_fits_what_its_clients_fit_by_themselves():
+@pytest.fixture
+def passes(monkeypatch):
+    """The number of each pass that is begun, and the weights then, [C, d]."""
+    seen, begin = [], Batches.begin
+
+    def watched(self, piece):
+        seen.append((piece, self._weights.clone()))
+        begin(self, piece)
+
+    monkeypatch.setattr(Batches, "begin", watched)
+    return seen
+
+
+def test_a_stack_fits_what_its_clients_fit_by_themselves(passes):
     """Also where some are out of their radius while others go on, in two trajectories."""
     task = task_of(sizes=(12, 9, 7, 11))
     method = FedLap(**{**SMALL, "passes": 4}, model_steps=1, trajectories=2, radius=0.2)
-    left = []
-
-    class Watched(FedLap):
-        def real(self, crowd, weights, change, *where):
-            left.append(((weights - task.initial).norm(dim=1) >= self.radius).tolist())
-            return super().real(crowd, weights, change, *where)
-
-    together = Watched(**dataclasses.asdict(method)).distil(crowd_of(task), question(task, method))
+    together = method.distil(crowd_of(task), question(task, method))
+    left = [((weights - task.initial).norm(dim=1) >= method.radius).tolist() for _, weights in passes]
     assert any(True in some and False in some for some in left)
     for k, answer in enumerate(together):
         (alone,) = method.distil(crowd_of(task, (k,)), question(task, method))
@@ -105,21 +112,18 @@ def test_a_class_with_fewer_records_than_images_repeats_them():
     assert len(real[3:].unique(dim=0)) == 1
 
 
-def test_a_trajectory_stays_within_its_radius_and_makes_as_many_passes_as_it_may():
-    task, calls = task_of(), []
-
-    class Counted(FedLap):
-        def real(self, crowd, weights, change, *where):
-            calls.append((where, (weights - task.initial).norm(dim=1)))
-            return super().real(crowd, weights, change, *where)
-
-    steady = {**SMALL, "trajectories": 2, "passes": 4}
-    Counted(**steady).distil(crowd_of(task), question(task, FedLap(**SMALL)))
-    assert [where for where, _ in calls] == [(i, p) for i in range(2) for p in range(4)]
-    assert all((away == 0).all() for _, away in calls)  # without model steps the weights stay where they are
-    calls.clear()
-    Counted(**steady, model_steps=3, radius=1e-3).distil(crowd_of(task), question(task, FedLap(**SMALL)))
-    assert [where for where, _ in calls] == [(0, 0), (1, 0)]  # a step leads out of the ball
+def test_a_trajectory_stays_within_its_radius_and_makes_as_many_passes_as_it_may(passes):
+    task, crowd = task_of(), crowd_of(task_of())
+    steady = {**SMALL, "trajectories": 2, "passes": 4, "region": "fixed"}
+    FedLap(**steady).distil(crowd, question(task, FedLap(**SMALL)))
+    assert [number for number, _ in passes] == list(range(8))
+    assert all((weights == task.initial).all() for _, weights in passes)  # without model steps they stay where they are
+    whole = crowd.passes
+    passes.clear()
+    FedLap(**steady, model_steps=3, radius=1e-3).distil(crowd := crowd_of(task), question(task, FedLap(**SMALL)))
+    assert [number for number, _ in passes] == [0, 4]  # a step leads out of the ball
+    assert all((weights == task.initial).all() for _, weights in passes)  # and the next trajectory starts again
+    assert crowd.passes == whole / 4
 
 
 def test_the_radius_is_where_the_real_loss_is_lowest_on_the_way():
@@ -343,10 +347,7 @@ def test_a_private_round_tells_nothing_but_the_noised_set():
 def test_what_a_client_sends_depends_on_its_records_through_private_gradients_only(monkeypatch):
     """With the private gradients replaced, other records of the same classes give the same answer."""
 
-    def blind(self, crowd, weights, batch, steps, secrets, change):
-        return lambda: torch.ones_like(weights)
-
-    monkeypatch.setattr(DpSgd, "gradients", blind)
+    monkeypatch.setattr(Gradients, "__call__", lambda self: torch.ones_like(self._weights))
     method = FedLap(**SMALL, **{**PRIVATE, "model_steps": 1})
     first, second = task_of(seed=0), task_of(sizes=(9, 12, 5, 12), seed=1)
     asked = question(first, method)

@@ -14,10 +14,11 @@ from fedveil.clients import Clients, Letter, Reply
 from fedveil.cost import cost
 from fedveil.data import from_tensors
 from fedveil.engines import Local as Engine
+from fedveil.graphs import Loop
 from fedveil.message import Envelope, frame, pack
 from fedveil.privacy import dpsgd
 from fedveil.privacy.accountant import Noised, epsilon
-from fedveil.privacy.dpsgd import DpSgd, clipped_sum, normal, poisson
+from fedveil.privacy.dpsgd import DpSgd, Gradients, clipped_sum, normal, poisson
 from fedveil.updates.codec import Update
 from fedveil.updates.down import Train
 from fedveil.updates.scaffold import Control, TrainControlled
@@ -111,9 +112,9 @@ def test_noise_that_is_too_much_to_hold_is_drawn_in_pieces(monkeypatch):
     task, pieces = uneven(0), []
     true = DpSgd.gradients
 
-    def watched(self, crowd, weights, batch, steps, secrets):
-        pieces.append((steps, tuple(secret.key for secret in secrets)))
-        return true(self, crowd, weights, batch, steps, secrets)
+    def watched(self, crowd, weights, batch, given):
+        pieces.extend((steps, tuple(secret.key for secret in secrets)) for steps, secrets in given)
+        return true(self, crowd, weights, batch, given)
 
     monkeypatch.setattr(dpsgd, "NOISE", 3 * 8)
     monkeypatch.setattr(DpSgd, "gradients", watched)
@@ -150,13 +151,13 @@ def test_no_step_of_private_training_needs_the_host(monkeypatch, optimizer):
     """So it can be captured as a CUDA graph; tried on a CPU by watching every operation."""
     watched = []
 
-    def repeat(step, times, device, part=None):
+    def run(self, times):
         for _ in range(times):
             with Watch() as watch:
-                step()
+                self._step()
             watched.append(watch.seen)
 
-    monkeypatch.setattr(dpsgd, "repeat", repeat)
+    monkeypatch.setattr(Loop, "run", run)
     local = dataclasses.replace(LOCAL, optimizer=optimizer)
     fv.FedProx(local, privacy=PRIVACY).update(crowd_of(uneven(0), 0, 1), uneven(0).initial)
     assert len(watched) == 4
@@ -166,16 +167,22 @@ def test_no_step_of_private_training_needs_the_host(monkeypatch, optimizer):
 # ---------------------------------------------------------------------------------------------------- what leaves
 
 
-@pytest.mark.parametrize("kind", [fv.FedAvg, fv.FedProx, fv.FedSGD])
-@pytest.mark.parametrize("name", CODECS)
-def test_what_leaves_a_client_depends_on_its_records_through_private_gradients_only(monkeypatch, kind, name):
+METHODS = {
+    f"{kind.name}, {name}": kind(LOCAL, up=codec, privacy=PRIVACY, feedback=name == "qsgd")
+    for kind in (fv.FedAvg, fv.FedProx, fv.FedSGD)
+    for name, codec in CODECS.items()
+} | {"scaffold": fv.Scaffold(LOCAL, privacy=PRIVACY)}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_leaves_a_client_depends_on_its_records_through_private_gradients_only(monkeypatch, name):
     """With these replaced, clients of other and of fewer records answer the same, byte for byte, in two rounds."""
 
-    def blind(self, crowd, weights, batch, steps, secrets):
-        return lambda: torch.cos(weights) / 3 + torch.arange(weights.shape[1])
+    def blind(self):
+        return torch.cos(self._weights) / 3 + torch.arange(self._weights.shape[1])
 
-    monkeypatch.setattr(DpSgd, "gradients", blind)
-    method = kind(LOCAL, up=CODECS[name], privacy=PRIVACY, feedback=name == "qsgd")
+    monkeypatch.setattr(Gradients, "__call__", blind)
+    method = METHODS[name]
     heard = []
     for task in (uneven(0), uneven(1, (4, 6, 2, 5))):
         overheard = []

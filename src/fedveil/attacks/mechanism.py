@@ -25,7 +25,7 @@ from fedveil.data import Split
 from fedveil.engines.local import Local
 from fedveil.federation import Federation, Method, Sampling, begin
 from fedveil.privacy.account import Tally
-from fedveil.privacy.dpsgd import DpSgd
+from fedveil.privacy.dpsgd import DpSgd, Gradients, Piece
 from fedveil.seeds import Seed
 from fedveil.task import Task
 
@@ -159,29 +159,27 @@ class Tapped(DpSgd):
         crowd: Crowd,
         weights: Tensor,
         batch: int,
-        steps: int,
-        secrets: Sequence[Seed],
+        pieces: Sequence[Piece],
         change: Callable[[Tensor], Tensor] | None = None,
-    ) -> Callable[[], Tensor]:
+    ) -> Gradients:
         heard, source = self.heard, DpSgd(noise=SILENT if self.silent else self.noise, clip=self.clip)
         assert heard
         changed = change and (lambda x: torch.where(canary(x, 2), x, change(x)))
-        private = source.gradients(crowd, weights, batch, steps, secrets, changed)
-        heard.seeds += secrets
+        private = source.gradients(crowd, weights, batch, pieces, changed)
+        heard.seeds += [secret for _, secrets in pieces for secret in secrets]
         if 0 not in crowd.clients:
             return private
         heard.rate, at = self.rate(crowd.task, batch), crowd.clients.index(0)
-        kept = torch.zeros(steps, len(heard.places), device=weights.device)
+        kept = torch.zeros(sum(steps for steps, _ in pieces), len(heard.places), device=weights.device)
         cursor = torch.zeros(1, dtype=torch.int64, device=weights.device)
         heard.parts.append((kept, cursor))
 
-        def gradient() -> Tensor:
-            released = private()
+        def listen(released: Tensor) -> None:
             kept.index_copy_(0, cursor, (released[at, heard.places] * (batch / self.clip))[None])
             cursor.add_(1)
-            return released
 
-        return gradient
+        private.listener = listen
+        return private
 
 
 # ---------------------------------------------------------------------------------------------------- the audit

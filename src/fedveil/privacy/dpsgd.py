@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedveil import graphs
 from fedveil.clients import Crowd
-from fedveil.graphs import repeat
+from fedveil.graphs import Loop
 from fedveil.privacy import masks
 from fedveil.privacy.account import Account, Promise
 from fedveil.privacy.accountant import Noised
@@ -30,6 +30,7 @@ from fedveil.task import Task
 NOISE = 1 << 23  # numbers of noise that are held at once, a client
 HELD = {"cpu": 1 << 22, "cuda": 1 << 29}  # numbers in the gradients that are held at once
 PIECE = 64  # records at once, or less, where the step is compiled: for one shape, however many are drawn
+Piece = tuple[int, Sequence[Seed]]
 WITHIN = 1 - 1e-5  # of C is what a gradient is cut to, so that rounding does not lift it above
 
 
@@ -63,50 +64,93 @@ class DpSgd(Promise):
         A piece at a time, since noise for all of them may be too much to hold; how many are in one does not depend on
         the stack.
         """
-        at_once = max(1, NOISE // weights.shape[1])
-        for first in range(0, steps, at_once):
-            many = min(at_once, steps - first)
-            secrets = [secret.child(first) for secret in crowd.secrets("gradients")]
-            gradient = self.gradients(crowd, weights, batch, many, secrets)
-            repeat(lambda gradient=gradient: take(gradient()), many, weights.device, (first, steps))  # type: ignore[misc]
+        at_once, own = max(1, NOISE // weights.shape[1]), crowd.secrets("gradients")
+        pieces = [
+            (min(at_once, steps - first), [secret.child(first) for secret in own]) for first in range(0, steps, at_once)
+        ]
+        gradient = self.gradients(crowd, weights, batch, pieces)
+        descent = Loop(lambda: take(gradient()), steps, weights.device, (0, steps))
+        for piece, (many, _) in enumerate(pieces):
+            gradient.begin(piece)
+            descent.run(many)
 
     def gradients(
         self,
         crowd: Crowd,
         weights: Tensor,
         batch: int,
-        steps: int,
-        secrets: Sequence[Seed],
+        pieces: Sequence[Piece],
         change: Callable[[Tensor], Tensor] | None = None,
-    ) -> Callable[[], Tensor]:
-        """A function that gives the private gradient of each client at `weights` [C, d], [C, d], `steps` times.
-
-        `secrets` are private seeds, one a client, that are used for nothing else. `change` is done to the records
-        [C, B, …] before, to each by itself.
-        """
-        task, device = crowd.task, crowd.task.device
-        drawn = [
-            poisson(secret.child("draw"), own, self.rate(task, batch), steps)
-            for secret, own in zip(secrets, crowd.rows.indices, strict=True)
-        ]
-        index, mask = _padded(drawn, _at_once(weights) if graphs.COMPILED else 1)
-        crowd.passes += steps * int(np.minimum(batch, crowd.rows.counts).sum())  # how many were drawn is private
-        size = weights.shape[1]
-        drawn_noise = [normal(secret.child("noise"), steps * size, device).view(steps, size) for secret in secrets]
-        index_, mask_ = torch.from_numpy(index).to(device), torch.from_numpy(mask).to(device)
-        noise = (torch.stack(drawn_noise, 1) * (self.noise * self.clip)).to(weights.dtype)  # [steps, C, d]
-        cursor = torch.zeros(1, dtype=torch.int64, device=device)
-
-        def gradient() -> Tensor:
-            rows, counted, added = (t.index_select(0, cursor)[0] for t in (index_, mask_, noise))
-            cursor.add_(1)
-            x = change(task.x[rows]) if change else task.x[rows]
-            return (clipped_sum(task, weights, x, task.y[rows], counted, self.clip) + added) / batch
-
-        return gradient
+    ) -> Gradients:
+        """The private gradients of each client at `weights` [C, d], one after the other."""
+        return Gradients(self, crowd, weights, batch, pieces, change)
 
 
 # ---------------------------------------------------------------------------------------------------- gradients
+
+
+class Gradients:
+    """Private gradients of C clients: each call gives those at the present `weights` [C, d], [C, d].
+
+    A call works on tensors that stay, so that it can be captured as a graph. It gives as many as the piece that has
+    begun has steps; `begin` goes on to another, whose noise is drawn then.
+
+    pieces: how many steps, and private seeds, one a client, that are used for nothing else
+    change: what is done to the records [C, B, …] before, to each by itself
+    """
+
+    listener: Callable[[Tensor], object] | None = None  # gets what each call gives
+
+    def __init__(
+        self,
+        how: DpSgd,
+        crowd: Crowd,
+        weights: Tensor,
+        batch: int,
+        pieces: Sequence[Piece],
+        change: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._how, self._crowd, self._weights, self._batch = how, crowd, weights, batch
+        self._pieces, self._change, device = pieces, change, weights.device
+        rate = how.rate(crowd.task, batch)
+        drawn = [
+            [rows for steps, secrets in pieces for rows in poisson(secrets[k].child("draw"), own, rate, steps)]
+            for k, own in enumerate(crowd.rows.indices)
+        ]
+        padded = _padded(drawn, _at_once(weights) if graphs.COMPILED else 1)
+        self._index, self._mask = (torch.from_numpy(each).to(device) for each in padded)  # [steps, C, B]
+        self._noise = weights.new_empty(max(steps for steps, _ in pieces), *weights.shape)
+        self._step, self._within = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+        self._piece = -1
+        self.begin(0)
+
+    def begin(self, piece: int) -> None:
+        """Go to a later piece, or stay at this one."""
+        if piece == self._piece:
+            return
+        assert piece > self._piece, "noise serves once"
+        (steps, secrets), how, size = self._pieces[piece], self._how, self._weights.shape[1]
+        for k, secret in enumerate(secrets):
+            noise = normal(secret.child("noise"), steps * size, self._weights.device).view(steps, size)
+            self._noise[:steps, k] = noise * (how.noise * how.clip)
+        self._noise[steps:] = math.nan  # or one call too many would have an old one
+        self._step.fill_(sum(steps for steps, _ in self._pieces[:piece]))
+        self._within.zero_()
+        self._piece = piece
+        counts = self._crowd.rows.counts
+        self._crowd.passes += steps * int(np.minimum(self._batch, counts).sum())  # how many were drawn is private
+
+    def __call__(self) -> Tensor:
+        task = self._crowd.task
+        rows, counted = (t.index_select(0, self._step)[0] for t in (self._index, self._mask))
+        added = self._noise.index_select(0, self._within)[0]
+        self._step.add_(1)
+        self._within.add_(1)
+        x = self._change(task.x[rows]) if self._change else task.x[rows]
+        released = (clipped_sum(task, self._weights, x, task.y[rows], counted, self._how.clip) + added) / self._batch
+        if self.listener:
+            self.listener(released)
+        return released
 
 
 def clipped(gradients: Tensor, clip: float) -> Tensor:

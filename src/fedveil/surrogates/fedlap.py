@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -17,7 +17,7 @@ from fedveil.federation import About
 from fedveil.graphs import Loop
 from fedveil.local import GRADIENT_CHUNK
 from fedveil.privacy.account import Account
-from fedveil.privacy.dpsgd import DpSgd
+from fedveil.privacy.dpsgd import DpSgd, Gradients
 from fedveil.surrogates.augment import Change, Siamese, same
 from fedveil.surrogates.base import Surrogates
 from fedveil.surrogates.descent import descend, rates
@@ -104,7 +104,9 @@ class FedLap(Surrogates):
             velocity.copy_(torch.where(within, self.momentum * velocity + slope, velocity))
             images.sub_(velocity * within, alpha=self.image_lr)
 
+        real = self.real(crowd, weights, change)
         steps = passes * self.batches * self.image_steps
+        aiming = Loop(lambda: goal.copy_(real()), passes * self.batches, task.device)
         fitting = Loop(step, steps, task.device, (0, steps))
         for trajectory in range(self.trajectories):
             weights.copy_(w)
@@ -113,12 +115,7 @@ class FedLap(Surrogates):
                 within.copy_((away < self.radius).view(within.shape))
                 if not within.any():
                     break
-                real = self.real(crowd, weights, change, trajectory, number)
-
-                def aim(real: Callable[[], Tensor] = real) -> None:
-                    goal.copy_(real())
-
-                aiming = Loop(aim, self.batches, task.device)
+                real.begin(trajectory * self.passes + number)
                 for _ in range(self.batches):
                     aiming.run(1)
                     fitting.run(self.image_steps)
@@ -152,34 +149,17 @@ class FedLap(Surrogates):
         (slope,) = torch.autograd.grad(changed, points, slope)
         return slope
 
-    def real(self, crowd: Crowd, weights: Tensor, change: Change, *where: int) -> Callable[[], Tensor]:
-        """The gradients of real batches at `weights` [C, d], [C, d], one after the other for a pass; `where` names it.
+    def real(self, crowd: Crowd, weights: Tensor, change: Change) -> Gradients | Batches:
+        """The gradients of real batches at `weights` [C, d], [C, d], one after the other, a piece a pass.
 
         With `privacy` this is all that the images and everything after them learn of the records.
         """
-        task = crowd.task
-        if self.privacy:
-            secrets = [secret.child(*where) for secret in crowd.secrets("gradients")]
-            return self.privacy.gradients(crowd, weights, self.batch, self.batches, secrets, change)
-        rngs = [seed.child(*where).numpy() for seed in crowd.seeds("batches")]
-        width = min(self.batch, int(crowd.rows.counts.max()))
-        index = np.zeros((self.batches, len(crowd), width), np.int64)
-        mask = np.zeros((len(crowd), width), np.float32)
-        for k, (own, rng) in enumerate(zip(crowd.rows.indices, rngs, strict=True)):
-            size = min(self.batch, len(own))
-            mask[k, :size] = 1
-            for t in range(self.batches):
-                index[t, k, :size] = rng.choice(own, size, replace=False)
-        crowd.passes += int(mask.sum()) * self.batches
-        index_, mask_ = torch.from_numpy(index).to(task.device), torch.from_numpy(mask).to(task.device)
-        cursor = torch.zeros(1, dtype=torch.int64, device=task.device)
-
-        def gradient() -> Tensor:
-            rows = index_.index_select(0, cursor)[0]
-            cursor.add_(1)
-            return task.gradient(weights, change(task.x[rows]), task.y[rows], mask_)[0]
-
-        return gradient
+        places = [(trajectory, number) for trajectory in range(self.trajectories) for number in range(self.passes)]
+        if not self.privacy:
+            return Batches(crowd, weights, self.batch, self.batches, places, change)
+        own = crowd.secrets("gradients")
+        pieces = [(self.batches, [secret.child(*where) for secret in own]) for where in places]
+        return self.privacy.gradients(crowd, weights, self.batch, pieces, change)
 
     def work(self, turn: Turn) -> Work:
         """Real records only: how many points there are depends on a client's classes."""
@@ -210,3 +190,44 @@ class FedLap(Surrogates):
         """Of as many steps as there can be, whether or not a trajectory ends earlier."""
         steps = self.trajectories * self.passes * self.batches
         return self.privacy.account(task, self.batch, steps) if self.privacy else None
+
+
+class Batches:
+    """Gradients of real batches of C clients, piece by piece: each call gives those at `weights` [C, d], [C, d].
+
+    where: what each piece is drawn by
+    """
+
+    def __init__(
+        self,
+        crowd: Crowd,
+        weights: Tensor,
+        batch: int,
+        steps: int,
+        where: Sequence[tuple[int, ...]],
+        change: Change,
+    ) -> None:
+        self._crowd, self._weights, self._steps, self._change = crowd, weights, steps, change
+        width = min(batch, int(crowd.rows.counts.max()))
+        index = np.zeros((len(where), steps, len(crowd), width), np.int64)
+        mask = np.zeros((len(crowd), width), np.float32)
+        for k, (own, seed) in enumerate(zip(crowd.rows.indices, crowd.seeds("batches"), strict=True)):
+            size = min(batch, len(own))
+            mask[k, :size] = 1
+            for piece, place in enumerate(where):
+                rng = seed.child(*place).numpy()
+                for t in range(steps):
+                    index[piece, t, k, :size] = rng.choice(own, size, replace=False)
+        device = weights.device
+        self._index, self._mask = torch.from_numpy(index).to(device).flatten(0, 1), torch.from_numpy(mask).to(device)
+        self._cursor = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def begin(self, piece: int) -> None:
+        """Go to a piece."""
+        self._cursor.fill_(piece * self._steps)
+        self._crowd.passes += int(self._mask.sum()) * self._steps
+
+    def __call__(self) -> Tensor:
+        task, rows = self._crowd.task, self._index.index_select(0, self._cursor)[0]
+        self._cursor.add_(1)
+        return task.gradient(self._weights, self._change(task.x[rows]), task.y[rows], self._mask)[0]
