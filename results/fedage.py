@@ -187,6 +187,8 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--toy", action="store_true")
     chosen = parser.parse_args()
+    if unknown := sorted(set(chosen.parts) - set(PARTS)):
+        parser.error(f"there is no part {unknown[0]}; use {', '.join(PARTS)}")
     directory = data.files.data_directory(chosen.data_dir)
     os.environ["FEDVEIL_DATA"] = str(chosen.out / "data" if chosen.toy else directory)  # where pairs are kept
     bench = Bench(chosen.out, directory, recipe.pick_device(chosen.device), chosen.toy, {})

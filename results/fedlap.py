@@ -129,6 +129,8 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="as fedveil run --compile")
     parser.add_argument("--toy", action="store_true")
     chosen = parser.parse_args()
+    if unknown := sorted(set(chosen.parts) - set(RUNS)):
+        parser.error(f"there is no part {unknown[0]}; use {', '.join(RUNS)}")
     directory, threads = data.files.data_directory(chosen.data_dir), torch.get_num_threads()
     device = recipe.pick_device(chosen.device)
     where = Where(str(directory), device, None, None, threads, False, False, compile=chosen.compile)

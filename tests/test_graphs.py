@@ -9,7 +9,6 @@ import torch
 import fedveil as fv
 from fedveil import graphs
 from fedveil.graphs import repeat
-from fedveil.windows import Window, sliced, windows
 from toys import linear_task
 
 CPU = torch.device("cpu")
@@ -107,15 +106,3 @@ def test_threads_tell_the_same_observer(told: list[tuple[int, int]]) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(10, 14)))
     assert {of for _, of in told} == {10, 11, 12, 13}
-
-
-@pytest.mark.parametrize("window", [Window(3, 3, 1, 1, 1, 1), Window(5, 3, 2, 2, 0, 2), Window(1, 1, 2, 1, 0, 0)])
-def test_slices_are_the_same_windows_with_the_same_derivatives(window: Window) -> None:
-    x = torch.randn(3, 2, 7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    plain = windows(x, window)
-    with sliced():
-        slices = windows(x, window)
-    assert torch.equal(plain, slices)
-    weight = torch.linspace(-1, 1, plain.numel(), dtype=torch.float64).view(plain.shape)
-    one, other = (torch.autograd.grad((found * weight).sum(), x)[0] for found in (plain, slices))
-    assert torch.allclose(one, other)

@@ -131,6 +131,14 @@ def test_in_the_interpreter():
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"TRITON_INTERPRET": "1"})
 
 
+@pytest.mark.parametrize("window", [Window(3, 3, 1, 1, 1, 1), Window(5, 3, 2, 2, 0, 2), Window(1, 1, 2, 1, 0, 0)])
+def test_windows_are_those_of_pytorch(window):
+    x = torch.randn(3, 2, 7, 6, generator=torch.Generator().manual_seed(1))
+    size, step, padding = window[:2], window[2:4], window[4:]
+    expected = F.unfold(x, size, padding=padding, stride=step).transpose(0, 1).flatten(1)
+    assert torch.equal(w.windows(x, window), expected)
+
+
 def test_the_adjoint_of_windows_is_what_sums_them():
     """⟨windows(x), y⟩ = ⟨x, fold(y)⟩, by PyTorch's own derivative."""
     x = torch.randn(2, 3, 6, 5, dtype=torch.float64, requires_grad=True)

@@ -18,7 +18,7 @@ from torch.library import custom_op
 from fedveil.windows import Window, kernels
 
 ENABLED = True  # set to False for products of windows and PyTorch's group norm: what a benchmark compares with
-PRECISION = torch.float16  # of convolutions: without tensor cores a product of windows is faster
+PRECISION = torch.float16  # of convolutions; others are still products of windows, which was not compared
 PLACES = 128  # a program of a convolution
 DEPTH = 64  # channels it reads at a time, at most
 ENTRIES = 16384  # a program of a group norm holds

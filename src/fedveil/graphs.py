@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedveil.windows import sliced
+from fedveil.windows import plain
 
 ENABLED = True  # set to False to run every step eagerly: what a benchmark compares with
 COMPILED = False  # set to True to compile what is `Fused`
@@ -41,11 +41,11 @@ class Loop:
     schedule keeps its position in a tensor (`cursor.add_(1)`), so that a replay moves on.
 
     total: how often it will be run, or about
-    part:  what of a longer schedule this is, for the observer: the steps before, and all there are; () tells it nothing
+    part:  what of a longer schedule this is, for the observer: the steps before, and all there are; None tells nothing
     """
 
     def __init__(
-        self, step: Callable[[], object], total: int, device: torch.device, part: tuple[int, int] | tuple[()] = ()
+        self, step: Callable[[], object], total: int, device: torch.device, part: tuple[int, int] | None = None
     ) -> None:
         self._step, self._done = step, 0
         self._told = _teller(observer, *part, device) if observer and part else None
@@ -106,7 +106,7 @@ def compiled(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> C
     from torch.fx.experimental.proxy_tensor import make_fx
 
     try:
-        with sliced():
+        with plain():
             operations = make_fx(function)(*tensors)
         program: Callable[..., tuple[Tensor, ...]] = torch.compile(operations, dynamic=False)
         program(*tensors)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 512  # positions a program
-_slicing = False  # see `sliced`
+_plain = False  # see `plain`
 
 
 class Window(NamedTuple):
@@ -37,27 +37,8 @@ class Window(NamedTuple):
 
 def windows(x: Tensor, window: Window) -> Tensor:
     """Pictures [B, I, H, W] -> [I·kh·kw, B·rows·columns], a column for each place of the window."""
-    if _slicing:
-        return _slices(x, window)
-    if x.is_cuda and kernels():
+    if x.is_cuda and not _plain and kernels():
         return _Windows.of(x, window)
-    ph, pw = window.ph, window.pw
-    parts = F.pad(x, (pw, pw, ph, ph)).unfold(2, window.kh, window.sh).unfold(3, window.kw, window.sw)
-    return parts.permute(1, 4, 5, 0, 2, 3).flatten(3).flatten(0, 2)
-
-
-@contextmanager
-def sliced() -> Iterator[None]:
-    """Windows are slices of the padded pictures, which are poor kernels and what a compiler makes a good one of."""
-    global _slicing
-    _slicing = True
-    try:
-        yield
-    finally:
-        _slicing = False
-
-
-def _slices(x: Tensor, window: Window) -> Tensor:
     rows, columns = window.over(*x.shape[2:])
     x = F.pad(x, (window.pw, window.pw, window.ph, window.ph))
     shown = [
@@ -66,6 +47,17 @@ def _slices(x: Tensor, window: Window) -> Tensor:
         for j in range(window.kw)
     ]
     return torch.stack(shown).permute(2, 0, 1, 3, 4).flatten(2).flatten(0, 1)
+
+
+@contextmanager
+def plain() -> Iterator[None]:
+    """Windows without the kernels: slices, which a compiler can look into and fuse with what is around them."""
+    global _plain
+    _plain = True
+    try:
+        yield
+    finally:
+        _plain = False
 
 
 class _Windows(torch.autograd.Function):

@@ -1,10 +1,12 @@
 """The local engine: how it stacks, what a failing client costs, and debug mode."""
 
+import msgspec
 import pytest
 import torch
 
 import fedveil as fv
-from fedveil import recipe
+from fedveil import graphs, recipe
+from fedveil.cli.jobs import Job, Where
 from fedveil.engines import Local
 from fedveil.engines.local import LARGE, ClientFailure
 from toys import linear_task
@@ -79,6 +81,21 @@ def test_an_engine_can_be_used_again_for_a_task_of_another_size(monkeypatch):
     for clients in (4, 3, 4):
         result = fv.run(linear_task(clients), fv.FedAvg(), rounds=1, cohort=2, engine=engine)
         assert not result.ledger.rows[0].missing
+
+
+def test_steps_are_compiled_where_a_run_asks_for_it_and_nowhere_after_it(tmp_path):
+    plan, task, seen = recipe.read("digits/fedavg"), linear_task(), []
+
+    class Asked(fv.FedAvg):
+        def update(self, crowd, w):
+            seen.append(graphs.COMPILED)
+            return super().update(crowd, w)
+
+    for compile in (True, False):
+        where = Where(str(tmp_path), "cpu", None, 1, 1, False, False, compile=compile)
+        with Job(tmp_path, plan, msgspec.structs.asdict(where))._engine(task) as engine:
+            fv.run(task, Asked(), rounds=1, cohort=2, engine=engine)
+    assert seen == [True, False]
 
 
 def test_impossible_settings_are_refused():

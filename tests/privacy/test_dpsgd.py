@@ -183,7 +183,7 @@ def test_pieces_are_what_each_is_alone_and_their_noise_serves_once():
     assert draw().isnan().all()  # a step that is not there, instead of one with the noise of piece 0
     draw.begin(2)
     assert torch.allclose(torch.stack([draw(), draw()]), expected[2], atol=1e-6)
-    with pytest.raises(AssertionError, match="noise serves once"):
+    with pytest.raises(RuntimeError, match="piece 1 is over and its noise serves once"):
         draw.begin(1)
     assert crowd.passes == 6 * sum(min(3, len(task.clients[k])) for k in range(2))
 

@@ -128,7 +128,8 @@ class Gradients:
         """Go to a later piece, or stay at this one."""
         if piece == self._piece:
             return
-        assert piece > self._piece, "noise serves once"
+        if piece < self._piece:
+            raise RuntimeError(f"piece {piece} is over and its noise serves once")
         (steps, secrets), how, size = self._pieces[piece], self._how, self._weights.shape[1]
         for k, secret in enumerate(secrets):
             noise = normal(secret.child("noise"), steps * size, self._weights.device).view(steps, size)
