@@ -70,7 +70,7 @@ RUNS: dict[str, list[Run]] = {
     "rounds": [*clear("mnist", 10), *clear("fashion", 10)],
     "private": [*private("mnist", 15), *private("fashion", 15)],
     "rates": varied("mnist/dp-fedavg", "method.local.lr", (0.02, 0.05, 0.2, 0.5), 5),  # which is best
-    "radius": varied("mnist/fedlap", "method.region", ("max", "median", "fixed"), 10),  # table 3; "min" is the recipe's
+    "radius": varied("mnist/fedlap", "method.region", ("max", "median", "fixed"), 5),  # table 3; "min" is the recipe's
     "images": varied("mnist/fedlap", "method.images", (10, 20, 100), 5),  # figure 5; 50 are the recipe's
     "cifar": [*clear("cifar10", 20), Run("cifar10/fedlap-augmented", "cifar10/fedlap", (AUGMENT,), 20)],
     "cifar-private": private("cifar10", 15),

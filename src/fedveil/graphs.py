@@ -107,7 +107,7 @@ def compiled(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> C
 
     try:
         with plain():
-            operations = make_fx(function)(*tensors)
+            operations = make_fx(function, tracing_mode="fake")(*tensors)  # strides as the compiler will see them
         program: Callable[..., tuple[Tensor, ...]] = torch.compile(operations, dynamic=False)
         program(*tensors)
     except Exception as error:  # whatever a compiler may say: what it was to speed up works without it
