@@ -69,11 +69,29 @@ BESIDE = (  # what is trained, the run, the same training with plain updates, th
     ("FedAGE, MNIST IID", "mnist/fedage-iid", "mnist/fedavg-batch-100", None),
     ("FedAGE, MNIST shards", "mnist/fedage-shards", "mnist/fedavg-batch-100-shards", None),
     ("FedAGE, Shakespeare", "shakespeare/fedage", "shakespeare/fedavg", None),
+    ("FedLAP, MNIST, two classes a client", "mnist/fedlap", "mnist/fedavg-2class", None),
+    ("FedLAP-DP, the same, ε = 10.18", "mnist/fedlap-dp", "mnist/dp-fedavg", 87.77),
     ("BAFFLE, LeNet, K = 500, MNIST IID", "mnist/baffle-lenet-500", "mnist/fedavg-baffle-lenet", 92.18),
     ("BAFFLE, WRN-10-2, K = 100, MNIST IID", "mnist/baffle-wrn-100", "mnist/fedavg-baffle-wrn", 88.35),
     ("BAFFLE, LeNet, K = 200, CIFAR-10 IID", "cifar10/baffle-lenet-200", "cifar10/fedavg-baffle-lenet", 48.78),
     ("the same, 100 clients, skewed", "cifar10/baffle-dirichlet-200", "cifar10/fedavg-baffle-dirichlet", 35.21),
 )
+LAP = (  # over rounds, where each of 5 clients holds two classes
+    *("fedavg-2class", "fedavg-2class-slow", "fedprox-2class", "scaffold-2class", "scaffold-2class-slow", "feddm"),
+    *("fedlap", "fedlap-stalled", "fedlap-region-median", "fedlap-region-max", "fedlap-region-fixed"),
+    *("fedlap-images-10", "fedlap-images-20", "fedlap-images-100", "fedlap-augmented"),
+)
+LAP_PAPER = {  # run: the paper's accuracy at ε = 2.79 and 10.18, table 2
+    "mnist/fedlap-dp": (60.72, 87.77),
+    "mnist/dp-fedavg": (45.25, 86.99),
+    "mnist/dp-fedprox": (54.58, 88.75),
+    "mnist/dp-scaffold": None,
+    "fashion/fedlap-dp": (59.85, 73.00),
+    "fashion/dp-fedavg": (50.11, 72.78),
+    "fashion/dp-fedprox": (54.57, 71.67),
+    "fashion/dp-scaffold": None,
+    "cifar10/fedlap-dp": (21.42, 36.09),
+}
 LENET5 = 61_706  # weights, in 10 tensors
 TOFU = ("tofu-32", "tofu-64", "tofu-128", "tofu-64-half", "tofu-64-8bit")
 PAPER = {
@@ -481,6 +499,56 @@ def fedage_runs(*groups: tuple[str, ...]) -> str:
     return table(head, rows, 2)
 
 
+# ---------------------------------------------------------------------------------------------------- FedLAP
+
+
+def there(names: Iterable[str]) -> list[Run]:
+    """Those of the runs that have been made."""
+    return [Run(name) for name in names if (HERE / name).is_dir()]
+
+
+def fedlap_rounds() -> str:
+    """Accuracy after some rounds, of FedLAP and what it is compared with."""
+    shown, rows = (1, 2, 3, 5, 7, 9), []
+    for of in ("mnist", "fashion", "cifar10"):
+        for run in there(f"{of}/{name}" for name in LAP):
+            accuracy = dict(zip(*run.ledger.series("accuracy"), strict=True))
+            reached = [percent(accuracy[n]) if n in accuracy else "" for n in shown]
+            rows.append((f"`{of}/{run.name}`", *reached, count(run.up)))
+    return table(("accuracy after round, %", *map(str, shown), "bytes up, a client and round"), rows)
+
+
+def fedlap_private() -> str:
+    """Accuracy at the two ε of the paper's table 2, which are those of the first and the last round."""
+    rows = []
+    for run in there(LAP_PAPER):
+        ends = run.ledger.rows[0], run.ledger.rows[-1]
+        name = f"{run.recipe['task']['data'].removesuffix('-mnist')}/{run.name}"
+        papers = [f"{value:.2f}" for value in LAP_PAPER[name] or ()] or ["", ""]
+        told = [(percent(row.metrics["accuracy"]), paper) for row, paper in zip(ends, papers, strict=True)]
+        assert [f"{row.epsilon:.2f}" for row in ends] == ["2.79", "10.18"]
+        rows.append((f"`{name}`", *told[0], *told[1], count(run.up)))
+    head = ("run", "ε = 2.79, %", "paper, %", "ε = 10.18, %", "paper, %", "bytes up, a client and round")
+    return table(head, rows)
+
+
+def fedlap_audit() -> str:
+    """Whether it can be said who was trained on, from the audit.json beside a ledger."""
+    rows = []
+    for path in sorted(HERE.glob("*/*/audit.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for attack, one in found["attacks"].items():
+            caught = (percent(rate["tpr"]) for rate in one["rates"])
+            promised = "" if found["epsilon"] is None else f"{found['epsilon']:.2f}"
+            between = f"{one['low']:.3f} to {one['high']:.3f}"
+            rows.append((f"`{path.parent.name}`", attack, promised, f"{one['auc']:.3f}", between, *caught))
+    head = (
+        *("run", "attack by", "ε", "AUC", "95% between"),
+        *("members found at 0.1% false, %", "at 1% false, %"),
+    )
+    return table(head, rows, 2)
+
+
 # ---------------------------------------------------------------------------------------------------- BAFFLE
 
 
@@ -559,9 +627,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "shakespeare": lambda: fedage_runs(("shakespeare/fedavg", "shakespeare/fedage")),
     "shakespeare commands": lambda: commands(("shakespeare/fedavg", "shakespeare/fedage")),
     "baffle": baffle,
+    "fedlap rounds": fedlap_rounds,
+    "fedlap private": fedlap_private,
+    "fedlap audit": fedlap_audit,
     "beside": beside,
     "mnist commands": lambda: commands(f"mnist/{path.name}" for path in sorted((HERE / "mnist").iterdir())),
     "cifar commands": lambda: commands(f"cifar10/{path.name}" for path in sorted((HERE / "cifar10").iterdir())),
+    "fashion commands": lambda: commands(f"fashion/{path.name}" for path in sorted((HERE / "fashion").iterdir())),
     "bench": bench,
 }
 

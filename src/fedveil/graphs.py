@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ def compiled(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> C
 
     try:
         with plain():
-            operations = make_fx(function, tracing_mode="fake")(*tensors)  # strides as the compiler will see them
+            operations = make_fx(partial(function), tracing_mode="fake")(*tensors)  # with the compiler's strides
         program: Callable[..., tuple[Tensor, ...]] = torch.compile(operations, dynamic=False)
         program(*tensors)
     except Exception as error:  # whatever a compiler may say: what it was to speed up works without it

@@ -29,14 +29,15 @@ def crowd_of(task, clients=None, round_=1, memory=None, notes=None) -> fv.Crowd:
     return fv.Crowd(task, clients, round_, seed, secret, memory or blank, notes or [{} for _ in clients])
 
 
-def images_task() -> fv.Task:
+def images_task(convolutions=2) -> fv.Task:
     """The layers of FedLAP's network on 6×6 pictures: convolutions, a group for each channel, ReLU, average pooling."""
     draw = torch.Generator().manual_seed(0)
     y = torch.arange(2).repeat(16)
     x = torch.randn(len(y), 1, 6, 6, generator=draw) + y[:, None, None, None]
     data = from_tensors(x, y, x, y, classes=2)
     layers = [nn.Conv2d(1, 3, 3, padding=1), nn.GroupNorm(3, 3), nn.ReLU(), nn.AvgPool2d(2)]
-    model = nn.Sequential(*layers, nn.Conv2d(3, 3, 3, padding=1), nn.Flatten(), nn.Linear(27, 2))
+    layers += [nn.Conv2d(3, 3, 3, padding=1)] * (convolutions - 1)
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(27, 2))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=draw) / 3)

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedveil import graphs
@@ -118,15 +119,31 @@ def test_a_program_does_with_other_numbers_what_the_step_does(compile, monkeypat
         rows = torch.randint(len(task.x), (2, 16), generator=draw)
         mask = torch.bernoulli(torch.full((2, 16), 0.5), generator=draw)
         labels = torch.randint(2, (2, 4), generator=draw)
-        return (weights, images, labels, goal), (weights, task.x[rows], task.y[rows], mask)
+        records = (weights, task.x[rows], task.y[rows], mask)
+        return (weights, images, labels, goal), records, records
 
-    for step, *given in zip(
-        (partial(matched, task, 0.1), partial(_clipped_sum, task, 0.5)), numbers(), numbers(), strict=True
-    ):
+    steps = (partial(matched, task, 0.1), partial(_clipped_sum, task, 0.5), task.gradient)
+    for step, *given in zip(steps, numbers(), numbers(), strict=True):
         program = compiled(step, *given[0])
         assert program is not step
         for one, other in zip(step(*given[1]), program(*given[1]), strict=True):
             assert float((one - other).norm()) < 1e-3 * float(one.norm())
+
+
+def test_views_of_single_records_can_be_compiled(monkeypatch):
+    """Dimensions of size 1 have any stride, so that a view may be one of the tensors at hand and not of those that the
+    compiler supposes."""
+    monkeypatch.setattr(task_module, "nullcontext", Products)
+    monkeypatch.setattr(torch, "compile", lambda operations, dynamic: lambda *given: supposed(operations, *given))
+
+    def supposed(operations, *given):
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            return operations(*map(mode.from_tensor, given))
+
+    task, rows = images_task(convolutions=1), torch.arange(8).view(2, 4)
+    given = task.initial.expand(2, -1), task.x[rows], task.y[rows], torch.ones(2, 4)
+    (found,) = compiled(partial(_clipped_sum, task, 0.5), *given)(*given)
+    assert found.shape == given[0].shape
 
 
 def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch):

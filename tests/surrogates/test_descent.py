@@ -13,9 +13,14 @@ def test_rates_fall_to_nothing_along_half_a_cosine():
     assert rates(0.2, 1).tolist() == pytest.approx([0.2])
 
 
+def bowl(weights):
+    """Half the squared norm."""
+    return weights.clone(), weights.square().sum(1) / 2
+
+
 def test_each_step_has_its_rate():
     weights = torch.ones(1, 1)
-    taken = descend(weights, torch.ones(1), math.inf, torch.tensor([0.5, 0.1, 0.25]), lambda: weights.clone())
+    taken = descend(weights, torch.ones(1), math.inf, torch.tensor([0.5, 0.1, 0.25]), bowl)
     assert weights.tolist() == [[pytest.approx(0.5 * 0.9 * 0.75)]]
     assert taken.tolist() == [3]
 
@@ -24,14 +29,41 @@ def test_who_is_out_stays_there_while_others_go_on():
     weights, seen = torch.zeros(2, 1), []
     slopes = torch.tensor([[-1.0], [-0.4]])
     taken = descend(
-        weights, torch.zeros(1), 0.9, torch.full((4,), 0.5), lambda: slopes, lambda away: seen.append(away.tolist())
+        weights,
+        torch.zeros(1),
+        0.9,
+        torch.full((4,), 0.5),
+        lambda at: (slopes, (slopes * at).sum(1)),
+        lambda away: seen.append(away.tolist()),
     )
     assert weights.flatten().tolist() == pytest.approx([1.0, 0.8])  # the step that leads out is still taken
     assert taken.tolist() == [2, 4]
     assert seen[1] == pytest.approx([1.0, 0.4])
 
 
+def test_a_step_that_does_not_lower_the_loss_is_not_taken_and_halves_the_later_ones():
+    weights, seen = torch.tensor([[1.0], [1.0]]), []
+    steep = torch.tensor([1.0, 10.0])  # of two parabolas; a step of 0.3 leads the second from 1 to -2
+
+    def gradient(at):
+        return steep[:, None] * at, steep * at[:, 0].square() / 2
+
+    rate = torch.full((4,), 0.3)
+    taken = descend(weights, torch.zeros(1), math.inf, rate, gradient, lambda _: seen.append(weights[1].item()))
+    assert seen == pytest.approx([1.0, -0.5, 0.25, -0.125])  # 0.15 from the second on
+    assert weights[0].item() == pytest.approx(0.7**4)
+    assert taken.tolist() == [4, 3]
+
+
+def test_a_loss_that_is_no_number_is_not_lower():
+    weights = torch.ones(1, 1)
+    rate = torch.full((3,), 0.1)
+    taken = descend(weights, torch.ones(1), math.inf, rate, lambda at: (at, torch.where(at < 1, math.nan, at)[:, 0]))
+    assert weights.tolist() == [[1.0]]
+    assert taken.tolist() == [0]
+
+
 def test_no_steps_move_nothing():
     weights = torch.ones(1, 1)
-    assert descend(weights, torch.ones(1), 1.0, torch.zeros(0), lambda: weights).tolist() == [0]
+    assert descend(weights, torch.ones(1), 1.0, torch.zeros(0), bowl).tolist() == [0]
     assert weights.tolist() == [[1.0]]

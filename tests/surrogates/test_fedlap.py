@@ -186,7 +186,7 @@ def test_how_far_the_server_goes(region, reach):
     moved = float((weights - task.initial).norm())
     assert figures["moved"] == pytest.approx(moved)
     assert reach <= moved < reach + 0.02 if reach < math.inf else moved > 0.5
-    assert figures["server_steps"] == 300 if reach == math.inf else figures["server_steps"] < 300
+    assert figures["server_steps"] > 280 if reach == math.inf else figures["server_steps"] < 280
 
 
 @pytest.mark.parametrize(("weighting", "shares"), [("records", (1 / 6, 2 / 6, 3 / 6)), ("equal", (1 / 3,) * 3)])

@@ -121,11 +121,7 @@ class Surrogates(Method):
         return usable
 
     def optimise(self, task: Task, w: Tensor, sets: Sequence[Surrogate]) -> tuple[Tensor, dict[str, float]]:
-        """FedLAP-DP, algorithm 2: descend from `w` [d] on the union of the sets, until that leaves the trust region.
-
-        Of the weights on the way those with the lowest loss on the sets are kept: full steps can overshoot, and a
-        region may end just then.
-        """
+        """FedLAP-DP, algorithm 2: descend from `w` [d] on the union of the sets, until that leaves the trust region."""
         device = task.device
         images = torch.cat([each.images for each in sets]).to(device)
         labels = torch.cat([each.labels for each in sets]).to(device, torch.int64)
@@ -135,22 +131,15 @@ class Surrogates(Method):
         reach = self.reach([each.radius for each in sets])
         weights, start = w.to(device)[None].clone(), w.to(device)
         parts = list(zip(*(t[None].split(GRADIENT_CHUNK, 1) for t in (images, labels, share)), strict=True))
-        kept, lowest = weights.clone(), torch.full((), math.inf, device=device)
 
-        def gradient() -> Tensor:
-            return torch.stack([task.gradient(weights, x, y, part)[0] for x, y, part in parts]).sum(0)
+        def gradient(weights: Tensor) -> tuple[Tensor, Tensor]:
+            slopes, losses = zip(*(task.gradient(weights, *part) for part in parts), strict=True)
+            return torch.stack(slopes).sum(0), torch.stack(losses).sum(0)
 
-        @torch.no_grad()
-        def watch(away: Tensor) -> None:
-            loss = torch.stack([(task.stacked_losses(weights, x, y) * part).sum() for x, y, part in parts]).sum()
-            kept.copy_(torch.where(loss < lowest, weights, kept))
-            lowest.copy_(torch.minimum(lowest, loss))
-
-        watch(torch.zeros(1, device=device))
-        taken = descend(weights, start, reach, rates(self.lr, self.steps), gradient, watch)
-        moved: Tensor = torch.linalg.vector_norm(kept[0] - start)
+        taken = descend(weights, start, reach, rates(self.lr, self.steps), gradient)
+        moved: Tensor = torch.linalg.vector_norm(weights[0] - start)
         figures = {"moved": float(moved), "server_steps": float(taken)}
-        return kept[0], figures | ({} if self.region == "fixed" else {"radius": reach})
+        return weights[0], figures | ({} if self.region == "fixed" else {"radius": reach})
 
     def reach(self, radii: Sequence[float]) -> float:
         """The radius of the server's trust region."""
@@ -231,8 +220,8 @@ class Surrogates(Method):
             radii.copy_(torch.where(loss < lowest, away, radii))
             lowest.copy_(torch.minimum(lowest, loss))
 
-        def gradient() -> Tensor:
-            return task.gradient(weights, images, labels, ones)[0]
+        def gradient(weights: Tensor) -> tuple[Tensor, Tensor]:
+            return task.gradient(weights, images, labels, ones)
 
         descend(weights, w, self.radius, rates(self.lr, self.steps), gradient, watch)
         crowd.passes += self.steps * int(mask.sum())

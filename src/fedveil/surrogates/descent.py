@@ -21,24 +21,35 @@ def descend(
     start: Tensor,
     reach: float,
     rates: Tensor,
-    gradient: Callable[[], Tensor],
+    gradient: Callable[[Tensor], tuple[Tensor, Tensor]],
     watch: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """A step of each of `rates` by `weights` [C, d], in place; who is `reach` away from `start` [d] stays there.
 
-    `gradient` gives the present one, [C, d]. `watch` gets the distances [C] after each step. Returns the steps taken,
-    [C].
+    `gradient` maps weights [C, d] to the gradient [C, d] and the loss [C] there. A step that does not lower the loss is
+    not taken and halves that client's later ones: a rate that suits the first round overshoots in later ones, and a
+    small region can end before the loss falls again. `watch` gets the distances [C] after each step. Returns the steps
+    taken, [C].
     """
-    rates = rates.to(weights)
-    cursor = torch.zeros(1, dtype=torch.int64, device=weights.device)
     away: Tensor = torch.linalg.vector_norm(weights - start, dim=1)
     taken = torch.zeros_like(away)
+    if not len(rates):
+        return taken
+    rates, scale = rates.to(weights), torch.ones_like(away)
+    cursor = torch.zeros(1, dtype=torch.int64, device=weights.device)
+    slope, loss = (t.clone() for t in gradient(weights))
 
     def step() -> None:
-        within = (away < reach).to(weights.dtype)
-        weights.sub_(rates.index_select(0, cursor) * within[:, None] * gradient())
+        within = away < reach
+        moved = weights - (rates.index_select(0, cursor) * scale * within)[:, None] * slope
+        there, found = gradient(moved)
+        lower = within & (found < loss)
+        weights.copy_(torch.where(lower[:, None], moved, weights))
+        slope.copy_(torch.where(lower[:, None], there, slope))
+        loss.copy_(torch.where(lower, found, loss))
+        scale.copy_(torch.where(within & ~lower, scale / 2, scale))
         away.copy_(torch.linalg.vector_norm(weights - start, dim=1))
-        taken.add_(within)
+        taken.add_(lower)
         cursor.add_(1)
         if watch:
             watch(away)

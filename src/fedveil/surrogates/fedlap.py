@@ -105,9 +105,9 @@ class FedLap(Surrogates):
             images.sub_(velocity * within, alpha=self.image_lr)
 
         real = self.real(crowd, weights, change)
-        steps = passes * self.batches * self.image_steps
+        total = passes * self.batches * self.image_steps
         aiming = Loop(lambda: goal.copy_(real()), passes * self.batches, task.device)
-        fitting = Loop(step, steps, task.device, (0, steps))
+        fitting = Loop(step, total, task.device, (0, total))
         for trajectory in range(self.trajectories):
             weights.copy_(w)
             for number in range(self.passes):
@@ -120,13 +120,8 @@ class FedLap(Surrogates):
                     aiming.run(1)
                     fitting.run(self.image_steps)
                     change.advance()
-                descend(
-                    weights,
-                    w,
-                    self.radius,
-                    falling[number * self.model_steps : (number + 1) * self.model_steps],
-                    lambda: task.gradient(weights, images, labels, ones)[0],
-                )
+                steps = falling[number * self.model_steps : (number + 1) * self.model_steps]
+                descend(weights, w, self.radius, steps, lambda at: task.gradient(at, images, labels, ones))
         return apart
 
     def slope(
@@ -230,4 +225,5 @@ class Batches:
     def __call__(self) -> Tensor:
         task, rows = self._crowd.task, self._index.index_select(0, self._cursor)[0]
         self._cursor.add_(1)
-        return task.gradient(self._weights, self._change(task.x[rows]), task.y[rows], self._mask)[0]
+        gradient = task.fused("gradient", task.gradient)
+        return gradient(self._weights, self._change(task.x[rows]), task.y[rows], self._mask)[0]
