@@ -65,9 +65,13 @@ class Method:
         """The smallest cohort with which a round can work."""
         return 1
 
+    def price(self, task: Task) -> Account | None:
+        """What an answer costs a client that makes it private itself; None where it does not."""
+        return None
+
     def account(self, task: Task, cohort: Sampling) -> Account | None:
         """What an answer costs in differential privacy; None where none is promised."""
-        return None
+        return self.price(task)
 
     def begin(self, task: Task) -> State:
         raise NotImplementedError

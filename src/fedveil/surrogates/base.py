@@ -15,10 +15,9 @@ from torch import Tensor
 from fedveil import message
 from fedveil.clients import Crowd
 from fedveil.cost import Turn
-from fedveil.federation import Answers, Cohort, Method, Sampling
+from fedveil.federation import Answers, Cohort, Method
 from fedveil.local import GRADIENT_CHUNK
 from fedveil.message import Answer, Question, Refused
-from fedveil.privacy.account import Account
 from fedveil.surrogates.augment import refuse, strategies
 from fedveil.surrogates.descent import descend, rates
 from fedveil.surrogates.sets import Classes, Distil, LapState, Last, Surrogate, WhichClasses, held
@@ -70,13 +69,6 @@ class Surrogates(Method):
     def measures(self) -> bool:
         """Whether clients measure r_k."""
         return self.region in ("min", "max", "median")
-
-    def price(self, task: Task) -> Account | None:
-        """What an answer costs a client, where it is private."""
-        return None
-
-    def account(self, task: Task, cohort: Sampling) -> Account | None:
-        return self.price(task)
 
     def begin(self, task: Task) -> LapState:
         if not task.data.x.is_floating_point():

@@ -185,7 +185,7 @@ class FedAvg(Method):
 
     def account(self, task: Task, cohort: Sampling) -> Account | None:
         if not (self.user_privacy and self.trusted):
-            return self.price(task)
+            return super().account(task, cohort)
         if cohort.quorum != 1:
             raise ValueError(
                 f"cohort.quorum is {cohort.quorum:g}, but a round that is skipped would tell who was drawn, so with "
@@ -194,7 +194,6 @@ class FedAvg(Method):
         return self.user_privacy.account(task, cohort.rate(task))
 
     def price(self, task: Task) -> Account | None:
-        """What an answer costs a client, where it is the clients that make it private."""
         if self.privacy:
             return self.privacy.account(task, *self.private_steps(task.largest))
         return self.user_privacy.account(task) if self.user_privacy and not self.trusted else None

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedveil import message
 from fedveil.clients import Crowd
 from fedveil.cost import Turn, Work
-from fedveil.federation import About, Cohort, Method, Sampling, State
+from fedveil.federation import About, Cohort, Method, State
 from fedveil.local import Local
 from fedveil.message import Answer, Question, Record, Weights
 from fedveil.privacy.account import Account
@@ -100,11 +100,7 @@ class Scaffold(Method):
             return self.local.private_work(turn.records, turn.largest)
         return self.local.work(turn.records)
 
-    def account(self, task: Task, cohort: Sampling) -> Account | None:
-        return self.price(task)
-
     def price(self, task: Task) -> Account | None:
-        """What an answer costs a client, where it is private."""
         if not self.privacy:
             return None
         return self.privacy.account(task, self.local.batch, self.local.private_steps(task.largest))
