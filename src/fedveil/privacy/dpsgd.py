@@ -73,6 +73,7 @@ class DpSgd(Promise):
         for piece, (many, _) in enumerate(pieces):
             gradient.begin(piece)
             descent.run(many)
+            crowd.passes += many * gradient.records
 
     def gradients(
         self,
@@ -121,25 +122,27 @@ class Gradients:
         self._index, self._mask = (torch.from_numpy(each).to(device) for each in padded)  # [steps, C, B]
         self._noise = weights.new_empty(max(steps for steps, _ in pieces), *weights.shape)
         self._step, self._within = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+        self.records = int(np.minimum(batch, crowd.rows.counts).sum())  # of a step; how many were drawn is private
         self._piece = -1
         self.begin(0)
 
     def begin(self, piece: int) -> None:
-        """Go to a later piece, or stay at this one."""
+        """Go to a later piece, or stay at this one.
+
+        All streams are made before the first is moved, since that waits for a GPU which may be at an earlier piece.
+        """
         if piece == self._piece:
             return
         if piece < self._piece:
             raise RuntimeError(f"piece {piece} is over and its noise serves once")
         (steps, secrets), how, size = self._pieces[piece], self._how, self._weights.shape[1]
-        for k, secret in enumerate(secrets):
-            noise = normal(secret.child("noise"), steps * size, self._weights.device).view(steps, size)
+        for k, words in enumerate([_words(secret.child("noise"), _even(steps * size)) for secret in secrets]):
+            noise = _normal(words.to(self._weights.device))[: steps * size].view(steps, size)
             self._noise[:steps, k] = noise * (how.noise * how.clip)
         self._noise[steps:] = math.nan  # or one call too many would have an old one
         self._step.fill_(sum(steps for steps, _ in self._pieces[:piece]))
         self._within.zero_()
         self._piece = piece
-        counts = self._crowd.rows.counts
-        self._crowd.passes += steps * int(np.minimum(self._batch, counts).sum())  # how many were drawn is private
 
     def __call__(self) -> Tensor:
         task = self._crowd.task
@@ -202,20 +205,37 @@ def poisson(secret: Seed, own: np.ndarray, rate: float, steps: int) -> list[np.n
     return [own[row] for row in chosen]
 
 
-def normal(secret: Seed, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """Standard normal numbers, [count] in float64 (Box and Muller)."""
-    half = -(-count // 2)
-    u = uniform(secret, 2 * half, device)
-    radius, angle = (-2 * torch.log1p(-u[:half])).sqrt(), (2 * math.pi) * u[half:]
-    return torch.cat([radius * angle.cos(), radius * angle.sin()])[:count]
+def normal(secret: Seed, count: int) -> Tensor:
+    """Standard normal numbers, [count] in float64."""
+    return _normal(_words(secret, _even(count)))[:count]
 
 
-def uniform(secret: Seed, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """Numbers from 0 to below 1 in float64, [count], of 53 bits each from a ChaCha20 stream."""
+def uniform(secret: Seed, count: int) -> Tensor:
+    """Numbers from 0 to below 1 in float64, [count]."""
+    return _uniform(_words(secret, count))
+
+
+def _words(secret: Seed, count: int) -> Tensor:
+    """64 bits each from a ChaCha20 stream, [count] in int64."""
     stream = np.zeros(count, np.uint64)
     masks.mask(stream, [masks.derive(secret.key, b"fedveil differential privacy")])
-    words = torch.from_numpy(stream.view(np.int64)).to(device)
+    return torch.from_numpy(stream.view(np.int64))
+
+
+def _uniform(words: Tensor) -> Tensor:
+    """What 53 bits of each of the words say."""
     return ((words >> 11) & (2**53 - 1)).double() * 2.0**-53
+
+
+def _normal(words: Tensor) -> Tensor:
+    """Of an even number of words (Box and Muller)."""
+    first, second = _uniform(words).chunk(2)
+    radius, angle = (-2 * torch.log1p(-first)).sqrt(), (2 * math.pi) * second
+    return torch.cat([radius * angle.cos(), radius * angle.sin()])
+
+
+def _even(count: int) -> int:
+    return count + count % 2
 
 
 def _padded(drawn: Sequence[Sequence[np.ndarray]], multiple: int) -> tuple[np.ndarray, np.ndarray]:

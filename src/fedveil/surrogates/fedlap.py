@@ -113,9 +113,10 @@ class FedLap(Surrogates):
             for number in range(self.passes):
                 away: Tensor = torch.linalg.vector_norm(weights - w, dim=1)
                 within.copy_((away < self.radius).view(within.shape))
+                real.begin(trajectory * self.passes + number)  # while a GPU may still be at the last pass
                 if not within.any():
                     break
-                real.begin(trajectory * self.passes + number)
+                crowd.passes += self.batches * real.records
                 for _ in range(self.batches):
                     aiming.run(1)
                     fitting.run(self.image_steps)
@@ -216,11 +217,11 @@ class Batches:
         device = weights.device
         self._index, self._mask = torch.from_numpy(index).to(device).flatten(0, 1), torch.from_numpy(mask).to(device)
         self._cursor = torch.zeros(1, dtype=torch.int64, device=device)
+        self.records = int(mask.sum())  # of a step
 
     def begin(self, piece: int) -> None:
         """Go to a piece."""
         self._cursor.fill_(piece * self._steps)
-        self._crowd.passes += int(self._mask.sum()) * self._steps
 
     def __call__(self) -> Tensor:
         task, rows = self._crowd.task, self._index.index_select(0, self._cursor)[0]
