@@ -104,7 +104,7 @@ def test_a_promise_that_holds_is_exit_code_0_and_the_same_figures_again(private,
 
 
 def test_a_promise_without_noise_is_exit_code_1(private, monkeypatch):
-    monkeypatch.setattr(dpsgd, "normal", lambda secret, count, *_: torch.zeros(count, dtype=torch.float64))
+    monkeypatch.setattr(dpsgd, "_normal", lambda words: torch.zeros(len(words), dtype=torch.float64))
     result = fv("audit", private, *FEW)
     assert result.exit_code == 1, result.stderr
     assert "at δ = 0.001: contradicted" in result.stdout

@@ -146,7 +146,7 @@ def test_dp_sgd_as_it_is_holds_and_the_same_without_noise_does_not(name):
 
 
 def test_without_noise_the_gate_breaks(monkeypatch):
-    monkeypatch.setattr(dpsgd, "normal", lambda secret, count, *_: torch.zeros(count, dtype=torch.float64))
+    monkeypatch.setattr(dpsgd, "_normal", lambda words: torch.zeros(len(words), dtype=torch.float64))
     found = audited()
     assert found.lower > 3 > found.epsilon
     told = " | ".join(found.broken())
@@ -156,8 +156,8 @@ def test_without_noise_the_gate_breaks(monkeypatch):
 
 def test_a_quarter_of_the_noise_is_found(monkeypatch):
     """As if it were divided by what is drawn: too little for a lower bound to notice, but the noise itself is seen."""
-    real = dpsgd.normal
-    monkeypatch.setattr(dpsgd, "normal", lambda secret, count, *_: real(secret, count) / 4)
+    real = dpsgd._normal
+    monkeypatch.setattr(dpsgd, "_normal", lambda words: real(words) / 4)
     (told,) = audited().broken()
     assert told.startswith("the noise is 1.")
     assert told.endswith("clips at most, but the recipe's is 4")
@@ -172,9 +172,9 @@ def test_gradients_that_are_not_clipped_are_found(monkeypatch):
 
 
 def test_noise_that_is_the_same_in_every_step_is_found(monkeypatch):
-    real = dpsgd.normal
+    real = dpsgd._normal
     size = TASK.layout.size
-    monkeypatch.setattr(dpsgd, "normal", lambda secret, count, *_: real(secret, size).repeat(count // size))
+    monkeypatch.setattr(dpsgd, "_normal", lambda words: real(words)[:size].repeat(len(words) // size))
     assert len(list(audited().broken())) == 2
 
 

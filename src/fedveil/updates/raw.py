@@ -413,7 +413,9 @@ class FedSGD(FedAvg):
         if not self.privacy:
             return -full_gradient(crowd, w)[0]
         (batch, steps), weights = self.private_steps(crowd.task.largest), w.expand(len(crowd), -1)
-        return -self.privacy.gradients(crowd, weights, batch, [(steps, crowd.secrets("gradients"))])()
+        gradient = self.privacy.gradients(crowd, weights, batch, [(steps, crowd.secrets("gradients"))])
+        crowd.passes += steps * gradient.records
+        return -gradient()
 
     def private_steps(self, largest: int) -> tuple[int, int]:
         return largest, 1  # all records, over the most there may be
