@@ -144,6 +144,16 @@ def test_distances_are_drawn_from_zero_unless_they_are_far_apart(
     assert axes.get_ylim()[1] > 1.03 * max(values)
 
 
+def test_radii_that_clients_measured_are_shaded_and_all_of_it_is_in_sight() -> None:
+    radii = {1: (1.0, 2.0, 9.0), 2: (0.5, 0.6, 3.0)}
+    names = ("radius_least", "radius", "radius_most")
+    found = Ledger([Row(round=n, cohort=[0], metrics=dict(zip(names, r, strict=True))) for n, r in radii.items()])
+    axes = curves({"a": found, "b": ledger([0.2])}, ["rounds"], "radius").axes[0]
+    shaded = [tuple(point) for point in axes.collections[0].get_paths()[0].vertices.tolist()]
+    assert {(1, 1.0), (1, 9.0), (2, 0.5), (2, 3.0)} <= set(shaded)
+    assert axes.get_ylim()[1] > 9
+
+
 @pytest.mark.parametrize(("channels", "side", "seen"), [(1, 8, 48), (3, 32, 32), (4, 100, 100)])
 def test_a_strip_is_a_png_of_images_side_by_side(channels: int, side: int, seen: int) -> None:
     images = torch.zeros(5, channels, side, side)

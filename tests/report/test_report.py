@@ -377,7 +377,8 @@ def test_an_audit_whose_curve_is_no_curve_is_one_sentence(make: Maker, out: Path
 def test_figures_that_no_axis_holds_are_left_out(make: Maker, row: Rower, out: Path) -> None:
     rows = [row(n, 0.5, epsilon=spent) for n, spent in enumerate((1e-320, 2.0, 1e308), 1)]
     for each, value in zip(rows, (-1e308, 1e-320, 1e308), strict=True):
-        each.metrics |= {"matching": value, "radius": value, "cosine": value, "moved": 1e-320}
+        each.metrics |= {"matching": value, "radius": value, "cosine": value, "moved": 1e-320, "radius_least": value}
+        each.metrics |= {"radius_most": -value}
     text = write([make("a", rows)], out).read_text()
     assert text.count("<svg") == 8
 

@@ -105,6 +105,20 @@ def test_what_images_start_from():
     assert len(real.unique(dim=0)) == 4
 
 
+def test_a_set_is_as_like_the_records_as_its_gradient():
+    task, method = task_of(), FedLap(**SMALL)
+    crowd = crowd_of(task)
+    rows = torch.from_numpy(np.stack(crowd.rows.indices))
+    x, y = task.x[rows], task.y[rows]
+    assert method.likeness(crowd, task.initial, x, y).tolist() == pytest.approx([1.0] * 4, abs=1e-5)
+    for k, found in enumerate(method.likeness(crowd, task.initial, x[:, :3], y[:, :3]).tolist()):
+        one, other = (
+            torch.func.grad(lambda w, n=n, k=k: task.losses(w, x[k, :n], y[k, :n]).mean())(task.initial)
+            for n in (3, 12)
+        )
+        assert found == pytest.approx(float(one @ other / (one.norm() * other.norm())), abs=1e-5)
+
+
 def test_a_class_with_fewer_records_than_images_repeats_them():
     task = task_of(sizes=(3,), hands=((0, 1),))  # two records of class 0, one of class 1
     real = FedLap(**{**SMALL, "images": 3}, init="real").start(crowd_of(task), torch.tensor([[0, 0, 0, 1, 1, 1]]))[0]
@@ -185,6 +199,9 @@ def test_how_far_the_server_goes(region, reach):
     weights, figures = method.optimise(task, task.initial, sets((0.5, 0.1, 0.2)))
     moved = float((weights - task.initial).norm())
     assert figures["moved"] == pytest.approx(moved)
+    assert [figures.get(f"radius_{end}") for end in ("least", "most")] == (
+        [0.1, 0.5] if region in ("min", "max", "median") else [None, None]
+    )
     assert reach <= moved < reach + 0.02 if reach < math.inf else moved > 0.5
     assert figures["server_steps"] > 280 if reach == math.inf else figures["server_steps"] < 280
 
@@ -205,7 +222,9 @@ def test_sets_of_different_sizes_train_together():
     result = fv.run(task, FedLap(**SMALL), rounds=2, cohort=4)
     assert not result.summary()["clients_failed"]
     assert not torch.equal(result.weights, task.initial)
-    assert {"matching", "moved", "server_steps", "radius"} <= set(result.ledger.rows[0].metrics)
+    found = result.ledger.rows[0].metrics
+    assert {"matching", "cosine_real", "moved", "server_steps"} <= set(found)
+    assert 0 < found["radius_least"] == found["radius"] < found["radius_most"]
 
 
 # ---------------------------------------------------------------------------------------------------- hostile answers

@@ -31,6 +31,7 @@ LABELS = {
     "cosine_down": "cosine, server to clients",
     "epsilon": "ε charged so far",
     "matching": "distance to records",
+    "cosine_real": "cosine to records",
     "radius": "radius",
     "moved": "distance",
     "server_steps": "steps",
@@ -117,6 +118,8 @@ def _panel(axes: Any, ledgers: Mapping[str, Ledger], against: str, metric: str) 
             linewidth=1.6,
         )
         handles.append(line)
+        if metric == "radius":
+            shown += _band(axes, ledger, against, look(i)["color"])
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#d8d8d8", linewidth=0.6)
     axes.set_ylabel(LABELS[metric])
@@ -142,6 +145,16 @@ def _panel(axes: Any, ledgers: Mapping[str, Ledger], against: str, metric: str) 
         axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(AXES[against])
     return handles
+
+
+def _band(axes: Any, ledger: Ledger, against: str, colour: str) -> list[tuple[float, float]]:
+    """Shade from the smallest to the largest radius that a client measured; returns the upper edge."""
+    most = dict(points(ledger, against, "radius_most"))
+    edges = [(place, low, most[place]) for place, low in points(ledger, against, "radius_least") if place in most]
+    edges = [edge for edge in edges if LEAST < edge[0] < MOST and max(map(abs, edge)) < MOST]
+    places, lows, highs = ([edge[i] for edge in edges] for i in range(3))
+    axes.fill_between(places, lows, highs, color=colour, alpha=0.15, linewidth=0)
+    return list(zip(places, highs, strict=True))
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -131,7 +131,12 @@ class Surrogates(Method):
         taken = descend(weights, start, reach, rates(self.lr, self.steps), gradient)
         moved: Tensor = torch.linalg.vector_norm(weights[0] - start)
         figures = {"moved": float(moved), "server_steps": float(taken)}
-        return weights[0], figures | ({} if self.region == "fixed" else {"radius": reach})
+        if self.region != "fixed":
+            figures["radius"] = reach
+        if self.measures:
+            radii = [each.radius for each in sets]
+            figures |= {"radius_least": min(radii), "radius_most": max(radii)}
+        return weights[0], figures
 
     def reach(self, radii: Sequence[float]) -> float:
         """The radius of the server's trust region."""
@@ -172,7 +177,7 @@ class Surrogates(Method):
         radii = [self.radius] * len(crowd)
         if self.measures:
             radii = [min(r, self.radius) for r in self.calibrated(crowd, w, images, labels).tolist()]
-        crowd.measure(matching=matched)
+        crowd.measure(matching=matched, cosine_real=self.likeness(crowd, w, images, labels))
         sent, records = images.cpu(), [1] * len(crowd) if price else crowd.rows.counts.tolist()
         crowd.remember([Last(each) for each in sent])
         return [Surrogate(*fields) for fields in zip(sent, own, radii, records, strict=True)]
@@ -197,9 +202,7 @@ class Surrogates(Method):
         """r_k, [C]: how far from `w` [d] the real loss is lowest while training on the synthetic set (FedLAP-DP,
         figure 2). The loss is that of at most `MEASURED` records, the same at every step."""
         task = crowd.task
-        rngs = [seed.numpy() for seed in crowd.seeds("measure")]
-        some = [own[rng.permutation(len(own))[:MEASURED]] for own, rng in zip(crowd.rows.indices, rngs, strict=True)]
-        index, mask = (torch.from_numpy(a).to(task.device) for a in Rows(some).padded())
+        index, mask = some(crowd, MEASURED)
         parts = list(zip(index.split(GRADIENT_CHUNK, 1), mask.split(GRADIENT_CHUNK, 1), strict=True))
         weights, ones = w.expand(len(crowd), -1).clone(), torch.ones_like(labels, dtype=torch.float32)
         lowest = torch.full((len(crowd),), math.inf, device=task.device)
@@ -219,6 +222,14 @@ class Surrogates(Method):
         crowd.passes += self.steps * int(mask.sum())
         return radii
 
+    def likeness(self, crowd: Crowd, w: Tensor, images: Tensor, labels: Tensor) -> Tensor:
+        """The cosine, [C], between the gradients at `w` [d] of the sets and of some records, without noise: a figure of
+        simulations, which no client sends."""
+        task, weights = crowd.task, w.expand(len(crowd), -1)
+        index, mask = some(crowd, GRADIENT_CHUNK)
+        made = task.gradient(weights, images, labels, torch.ones_like(labels, dtype=torch.float32))[0]
+        return F.cosine_similarity(made, task.gradient(weights, task.x[index], task.y[index], mask)[0], dim=1)
+
     # ------------------------------------------------------------------------------------------------ the cost
 
     def questions(self, task: Task, turn: Turn) -> list[Question]:
@@ -228,3 +239,11 @@ class Surrogates(Method):
     def measuring(self, turn: Turn) -> int:
         """The passes that `calibrated` takes."""
         return self.steps * min(MEASURED, turn.records) if self.measures else 0
+
+
+def some(crowd: Crowd, most: int) -> tuple[Tensor, Tensor]:
+    """Up to so many records of each client, as indices [C, n] and mask [C, n]."""
+    rngs = [seed.numpy() for seed in crowd.seeds("measure")]
+    chosen = [own[rng.permutation(len(own))[:most]] for own, rng in zip(crowd.rows.indices, rngs, strict=True)]
+    index, mask = (torch.from_numpy(a).to(crowd.task.device) for a in Rows(chosen).padded())
+    return index, mask
