@@ -42,7 +42,7 @@ SURROGATES = {  # and of runs whose server trains on clients' synthetic sets
     "features), mean over clients; with privacy the records' gradients are noised.",
     "cosine_real": "Cosine between the gradients of synthetic sets and of records, without noise, at the weights that "
     "clients were sent, mean over clients.",
-    "radius": "The radius of the server's trust region; shaded: from the smallest to the largest that clients measured.",
+    "radius": "The radius of the server's trust region; shaded: from the smallest to the largest of the clients.",
     "moved": "How far the server's weights moved in a round.",
     "server_steps": "How many steps the server took in a round.",
 }
