@@ -154,7 +154,9 @@ def test_an_empty_batch_is_noise_and_no_less():
     assert torch.allclose(found[0], expected)
 
 
-def test_clients_have_noise_of_their_own_whatever_the_stack():
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_clients_have_noise_of_their_own_whatever_the_stack(ahead, monkeypatch):
+    monkeypatch.setitem(dpsgd.AHEAD, "cpu", ahead)
     task, how = linear_task(), DpSgd()
     crowd = crowd_of(task)
     secrets = crowd.secrets("gradients")

@@ -28,6 +28,7 @@ from fedveil.seeds import Seed
 from fedveil.task import Task
 
 NOISE = 1 << 23  # numbers of noise that are held at once, a client
+AHEAD = {"cpu": 1, "cuda": 8}  # clients whose streams are made before they are moved, which waits for a busy GPU
 HELD = {"cpu": 1 << 22, "cuda": 1 << 29}  # numbers in the gradients that are held at once
 PIECE = 64  # records at once, or less, where the step is compiled: for one shape, however many are drawn
 Piece = tuple[int, Sequence[Seed]]
@@ -127,18 +128,18 @@ class Gradients:
         self.begin(0)
 
     def begin(self, piece: int) -> None:
-        """Go to a later piece, or stay at this one.
-
-        All streams are made before the first is moved, since that waits for a GPU which may be at an earlier piece.
-        """
+        """Go to a later piece, or stay at this one."""
         if piece == self._piece:
             return
         if piece < self._piece:
             raise RuntimeError(f"piece {piece} is over and its noise serves once")
         (steps, secrets), how, size = self._pieces[piece], self._how, self._weights.shape[1]
-        for k, words in enumerate([_words(secret.child("noise"), _even(steps * size)) for secret in secrets]):
-            noise = _normal(words.to(self._weights.device))[: steps * size].view(steps, size)
-            self._noise[:steps, k] = noise * (how.noise * how.clip)
+        device = self._weights.device
+        for first in range(0, len(secrets), ahead := AHEAD[device.type]):
+            streams = [_words(one.child("noise"), _even(steps * size)) for one in secrets[first : first + ahead]]
+            for k, words in enumerate(streams, first):
+                noise = _normal(words.to(device))[: steps * size].view(steps, size)
+                self._noise[:steps, k] = noise * (how.noise * how.clip)
         self._noise[steps:] = math.nan  # or one call too many would have an old one
         self._step.fill_(sum(steps for steps, _ in self._pieces[:piece]))
         self._within.zero_()
