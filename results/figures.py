@@ -79,7 +79,7 @@ BESIDE = (  # what is trained, the run, the same training with plain updates, th
 LAP = (  # over rounds, where each of 5 clients holds two classes
     *("fedavg-2class", "fedavg-2class-slow", "fedprox-2class", "scaffold-2class", "scaffold-2class-slow", "feddm"),
     *("fedlap", "fedlap-stalled", "fedlap-region-median", "fedlap-region-max", "fedlap-region-fixed"),
-    *("fedlap-images-10", "fedlap-images-20", "fedlap-images-100", "fedlap-augmented"),
+    *("fedlap-passes-5", "fedlap-images-10", "fedlap-images-20", "fedlap-images-100", "fedlap-augmented"),
 )
 LAP_PAPER = {  # run: the paper's accuracy at ε = 2.79 and 10.18, table 2
     "mnist/fedlap-dp": (60.72, 87.77),
