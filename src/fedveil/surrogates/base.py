@@ -23,7 +23,7 @@ from fedveil.surrogates.descent import descend, rates
 from fedveil.surrogates.sets import Classes, Distil, LapState, Last, Surrogate, WhichClasses, held
 from fedveil.task import Rows, Task
 
-MEASURED = 512  # the most records on which a client measures its radius: the loss of more is hardly another
+MEASURED = 256  # the most records on which a client measures its radius: the loss of more is hardly another
 
 
 @dataclass(frozen=True)
