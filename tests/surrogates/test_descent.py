@@ -41,6 +41,15 @@ def test_who_is_out_stays_there_while_others_go_on():
     assert seen[1] == pytest.approx([1.0, 0.4])
 
 
+def test_when_all_are_out_nothing_more_is_computed():
+    weights, seen = torch.zeros(1, 1), []
+    slope = torch.tensor([[-1.0]])
+    rate = torch.full((100,), 0.5)
+    taken = descend(weights, torch.zeros(1), 5.9, rate, lambda at: (slope, -at[:, 0]), lambda _: seen.append(1))
+    assert taken.tolist() == [12]
+    assert len(seen) == 20
+
+
 def test_a_step_that_does_not_lower_the_loss_is_not_taken_and_halves_the_later_ones():
     weights, seen = torch.tensor([[1.0], [1.0]]), []
     steep = torch.tensor([1.0, 10.0])  # of two parabolas; a step of 0.3 leads the second from 1 to -2

@@ -8,7 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fedveil.graphs import repeat
+from fedveil.graphs import Loop
+
+OFTEN = 10  # steps after which it is seen whether anybody is still within
 
 
 def rates(lr: float, steps: int) -> Tensor:
@@ -54,5 +56,9 @@ def descend(
         if watch:
             watch(away)
 
-    repeat(step, len(rates), weights.device)
+    loop = Loop(step, len(rates), weights.device, (0, len(rates)))
+    for first in range(0, len(rates), OFTEN):
+        if not (away < reach).any():
+            break
+        loop.run(min(OFTEN, len(rates) - first))
     return taken
