@@ -81,6 +81,7 @@ LAP = (  # over rounds, where each of 5 clients holds two classes
     *("fedlap", "fedlap-stalled", "fedlap-region-median", "fedlap-region-max", "fedlap-region-fixed"),
     *("fedlap-passes-5", "fedlap-images-10", "fedlap-images-20", "fedlap-images-100", "fedlap-augmented"),
 )
+LAP_CURVES = ("fedavg-2class", "fedprox-2class", "scaffold-2class", "feddm", "fedlap")
 LAP_PAPER = {  # run: the paper's accuracy at ε = 2.79 and 10.18, table 2
     "mnist/fedlap-dp": (60.72, 87.77),
     "mnist/dp-fedavg": (45.25, 86.99),
@@ -661,8 +662,11 @@ def draw() -> None:
     for split in ("iid", "shards"):
         pictures[HERE / f"mnist-{split}.svg"] = [f"mnist/fedavg-{split}", f"mnist/fedsynth-{split}"]
     pictures[HERE / "mnist-tofu.svg"] = ["mnist/fedavg-lenet5", *(f"mnist/{name}" for name in TOFU)]
+    pictures[HERE / "mnist-fedlap.svg"] = [f"mnist/{name}" for name in LAP_CURVES]
+    pictures[HERE / "mnist-fedlap-dp.svg"] = [name for name in LAP_PAPER if name.startswith("mnist/")]
     for path, names in pictures.items():
-        figure = curves({run.name: run.ledger for run in map(Run, names)})
+        axes = ("epsilon", "bytes") if "mnist/fedlap-dp" in names else ("rounds", "bytes")
+        figure = curves({run.name: run.ledger for run in there(names)}, axes)
         figure.set_facecolor("white")  # readable where the page is dark
         if "digits/fedavg" in names:
             for axes in figure.axes:
