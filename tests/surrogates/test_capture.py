@@ -7,6 +7,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fedveil as fv
 from fedveil import graphs
 from fedveil import task as task_module
 from fedveil.graphs import Loop, compiled
@@ -144,6 +145,22 @@ def test_views_of_single_records_can_be_compiled(monkeypatch):
     given = task.initial.expand(2, -1), task.x[rows], task.y[rows], torch.ones(2, 4)
     (found,) = compiled(partial(_clipped_sum, task, 0.5), *given)(*given)
     assert found.shape == given[0].shape
+
+
+@pytest.mark.parametrize(
+    ("method", "names"),
+    [
+        (METHODS["fedlap"], {"gradient", ("matched", 0.1)}),
+        (METHODS["fedlap-dp"], {("clipped", 1.0), ("matched", 0.0)}),
+        (fv.FedAvg(), {"gradient"}),
+        (fv.FedAvg(privacy=DpSgd(delta=1e-3)), {("clipped", 1.0)}),
+    ],
+    ids=["fedlap", "fedlap-dp", "fedavg", "dp-fedavg"],
+)
+def test_the_heaviest_steps_can_be_compiled(method, names):
+    task = images_task()
+    fv.run(task, method, rounds=1, cohort=2)
+    assert set(task._fused) == names
 
 
 def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch):
