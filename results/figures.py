@@ -503,28 +503,25 @@ def fedage_runs(*groups: tuple[str, ...]) -> str:
 # ---------------------------------------------------------------------------------------------------- FedLAP
 
 
-def there(names: Iterable[str]) -> list[Run]:
-    """Those of the runs that have been made."""
-    return [Run(name) for name in names if (HERE / name).is_dir()]
+def made(names: Iterable[str]) -> dict[str, Run]:
+    """Those of the runs that are there, by name."""
+    return {name: Run(name) for name in names if (HERE / name).is_dir()}
 
 
 def fedlap_rounds() -> str:
     """Accuracy after some rounds, of FedLAP and what it is compared with."""
     shown, rows = (1, 2, 3, 5, 7, 9), []
-    for of in ("mnist", "fashion", "cifar10"):
-        for run in there(f"{of}/{name}" for name in LAP):
-            accuracy = dict(zip(*run.ledger.series("accuracy"), strict=True))
-            reached = [percent(accuracy[n]) if n in accuracy else "" for n in shown]
-            rows.append((f"`{of}/{run.name}`", *reached, count(run.up)))
+    for name, run in made(f"{of}/{name}" for of in ("mnist", "fashion", "cifar10") for name in LAP).items():
+        accuracy = dict(zip(*run.ledger.series("accuracy"), strict=True))
+        rows.append((f"`{name}`", *(percent(accuracy[n]) if n in accuracy else "" for n in shown), count(run.up)))
     return table(("accuracy after round, %", *map(str, shown), "bytes up, a client and round"), rows)
 
 
 def fedlap_private() -> str:
     """Accuracy at the two ε of the paper's table 2, which are those of the first and the last round."""
     rows = []
-    for run in there(LAP_PAPER):
+    for name, run in made(LAP_PAPER).items():
         ends = run.ledger.rows[0], run.ledger.rows[-1]
-        name = f"{run.recipe['task']['data'].removesuffix('-mnist')}/{run.name}"
         papers = [f"{value:.2f}" for value in LAP_PAPER[name] or ()] or ["", ""]
         told = [(percent(row.metrics["accuracy"]), paper) for row, paper in zip(ends, papers, strict=True)]
         assert [f"{row.epsilon:.2f}" for row in ends] == ["2.79", "10.18"]
@@ -665,8 +662,9 @@ def draw() -> None:
     pictures[HERE / "mnist-fedlap.svg"] = [f"mnist/{name}" for name in LAP_CURVES]
     pictures[HERE / "mnist-fedlap-dp.svg"] = [name for name in LAP_PAPER if name.startswith("mnist/")]
     for path, names in pictures.items():
-        axes = ("epsilon", "bytes") if "mnist/fedlap-dp" in names else ("rounds", "bytes")
-        figure = curves({run.name: run.ledger for run in there(names)}, axes)
+        runs = made(names).values()
+        private = all(run.summary["epsilon"] for run in runs)
+        figure = curves({run.name: run.ledger for run in runs}, ("epsilon" if private else "rounds", "bytes"))
         figure.set_facecolor("white")  # readable where the page is dark
         if "digits/fedavg" in names:
             for axes in figure.axes:

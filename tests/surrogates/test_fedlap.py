@@ -224,6 +224,9 @@ def test_sets_of_different_sizes_train_together():
     assert not torch.equal(result.weights, task.initial)
     found = result.ledger.rows[0].metrics
     assert {"matching", "cosine_real", "moved", "server_steps"} <= set(found)
+    private = fv.run(task, FedLap(**SMALL, **PRIVATE), rounds=1, cohort=4).ledger.rows[0].metrics
+    assert "matching" in private
+    assert "cosine_real" not in private
     assert 0 < found["radius_least"] == found["radius"] < found["radius_most"]
 
 

@@ -40,8 +40,8 @@ FIDELITY = {  # metrics of runs that encode, and what they are
 SURROGATES = {  # and of runs whose server trains on clients' synthetic sets
     "matching": "How far synthetic sets are from the records they stand for, in the method's own measure (gradients or "
     "features), mean over clients; with privacy the records' gradients are noised.",
-    "cosine_real": "Cosine between the gradients of synthetic sets and of records, without noise, at the weights that "
-    "clients were sent, mean over clients.",
+    "cosine_real": "Cosine between the gradients of synthetic sets and of records at the weights that clients were "
+    "sent, mean over clients; not measured with privacy.",
     "radius": "The radius of the server's trust region; shaded: from the smallest to the largest of the clients.",
     "moved": "How far the server's weights moved in a round.",
     "server_steps": "How many steps the server took in a round.",

@@ -177,7 +177,9 @@ class Surrogates(Method):
         radii = [self.radius] * len(crowd)
         if self.measures:
             radii = [min(r, self.radius) for r in self.calibrated(crowd, w, images, labels).tolist()]
-        crowd.measure(matching=matched, cosine_real=self.likeness(crowd, w, images, labels))
+        crowd.measure(matching=matched)
+        if not price:  # what is private looks at records through noise only, in its figures too
+            crowd.measure(cosine_real=self.likeness(crowd, w, images, labels))
         sent, records = images.cpu(), [1] * len(crowd) if price else crowd.rows.counts.tolist()
         crowd.remember([Last(each) for each in sent])
         return [Surrogate(*fields) for fields in zip(sent, own, radii, records, strict=True)]
@@ -223,8 +225,7 @@ class Surrogates(Method):
         return radii
 
     def likeness(self, crowd: Crowd, w: Tensor, images: Tensor, labels: Tensor) -> Tensor:
-        """The cosine, [C], between the gradients at `w` [d] of the sets and of some records, without noise: a figure of
-        simulations, which no client sends."""
+        """The cosine, [C], between the gradients at `w` [d] of the sets and of some records."""
         task, weights = crowd.task, w.expand(len(crowd), -1)
         index, mask = some(crowd, GRADIENT_CHUNK)
         made = task.gradient(weights, images, labels, torch.ones_like(labels, dtype=torch.float32))[0]
@@ -237,7 +238,7 @@ class Surrogates(Method):
         return [WhichClasses(), Distil(message.blank(LapState, task.sizes).weights, points)]
 
     def measuring(self, turn: Turn) -> int:
-        """The passes that `calibrated` takes."""
+        """The passes that `calibrated` takes, if it takes all its steps."""
         return self.steps * min(MEASURED, turn.records) if self.measures else 0
 
 

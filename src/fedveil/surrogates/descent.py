@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedveil.graphs import Loop
 
-OFTEN = 10  # steps after which it is seen whether anybody is still within
+CHECKED = 10  # steps between two looks at whether anybody is still within
 
 
 def rates(lr: float, steps: int) -> Tensor:
@@ -57,8 +57,8 @@ def descend(
             watch(away)
 
     loop = Loop(step, len(rates), weights.device, (0, len(rates)))
-    for first in range(0, len(rates), OFTEN):
+    for first in range(0, len(rates), CHECKED):
         if not (away < reach).any():
             break
-        loop.run(min(OFTEN, len(rates) - first))
+        loop.run(min(CHECKED, len(rates) - first))
     return taken
