@@ -34,6 +34,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which of {', '.join(BENCHMARKS)} (default: all)")
     parser.add_argument("-o", "--out", type=Path, help="write the figures as JSON")
     chosen = parser.parse_args()
+    if unknown := sorted(set(chosen.names) - set(BENCHMARKS)):
+        parser.error(f"there is no benchmark {unknown[0]}; use {', '.join(BENCHMARKS)}")
     where, results = environment(), {}
     for name in chosen.names or BENCHMARKS:
         print(f"{name}: {(BENCHMARKS[name].__doc__ or '').splitlines()[0]}", flush=True)
