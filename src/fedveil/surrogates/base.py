@@ -23,7 +23,7 @@ from fedveil.surrogates.descent import descend, rates
 from fedveil.surrogates.sets import Classes, Distil, LapState, Last, Surrogate, WhichClasses, held
 from fedveil.task import Rows, Task
 
-MEASURED = 256  # the most records on which a client measures its radius: the loss of more is hardly another
+MEASURED = 256  # the most records on which a client measures its radius, at every step, and how alike its set is
 
 
 @dataclass(frozen=True)
@@ -204,16 +204,14 @@ class Surrogates(Method):
         """r_k, [C]: how far from `w` [d] the real loss is lowest while training on the synthetic set (FedLAP-DP,
         figure 2). The loss is that of at most `MEASURED` records, the same at every step."""
         task = crowd.task
-        index, mask = some(crowd, MEASURED)
-        parts = list(zip(index.split(GRADIENT_CHUNK, 1), mask.split(GRADIENT_CHUNK, 1), strict=True))
+        index, mask = measured(crowd)
         weights, ones = w.expand(len(crowd), -1).clone(), torch.ones_like(labels, dtype=torch.float32)
         lowest = torch.full((len(crowd),), math.inf, device=task.device)
         radii = torch.zeros_like(lowest)
 
         @torch.no_grad()
         def watch(away: Tensor) -> None:
-            sums = [(task.stacked_losses(weights, task.x[r], task.y[r]) * m).sum(1) for r, m in parts]
-            loss = torch.stack(sums).sum(0) / mask.sum(1)
+            loss = (task.stacked_losses(weights, task.x[index], task.y[index]) * mask).sum(1) / mask.sum(1)
             radii.copy_(torch.where(loss < lowest, away, radii))
             lowest.copy_(torch.minimum(lowest, loss))
 
@@ -225,9 +223,9 @@ class Surrogates(Method):
         return radii
 
     def likeness(self, crowd: Crowd, w: Tensor, images: Tensor, labels: Tensor) -> Tensor:
-        """The cosine, [C], between the gradients at `w` [d] of the sets and of some records."""
+        """The cosine, [C], between the gradients at `w` [d] of the sets and of at most `MEASURED` records."""
         task, weights = crowd.task, w.expand(len(crowd), -1)
-        index, mask = some(crowd, GRADIENT_CHUNK)
+        index, mask = measured(crowd)
         made = task.gradient(weights, images, labels, torch.ones_like(labels, dtype=torch.float32))[0]
         return F.cosine_similarity(made, task.gradient(weights, task.x[index], task.y[index], mask)[0], dim=1)
 
@@ -242,9 +240,9 @@ class Surrogates(Method):
         return self.steps * min(MEASURED, turn.records) if self.measures else 0
 
 
-def some(crowd: Crowd, most: int) -> tuple[Tensor, Tensor]:
-    """Up to so many records of each client, as indices [C, n] and mask [C, n]."""
+def measured(crowd: Crowd) -> tuple[Tensor, Tensor]:
+    """Up to `MEASURED` records of each client, as indices [C, n] and mask [C, n]."""
     rngs = [seed.numpy() for seed in crowd.seeds("measure")]
-    chosen = [own[rng.permutation(len(own))[:most]] for own, rng in zip(crowd.rows.indices, rngs, strict=True)]
+    chosen = [own[rng.permutation(len(own))[:MEASURED]] for own, rng in zip(crowd.rows.indices, rngs, strict=True)]
     index, mask = (torch.from_numpy(a).to(crowd.task.device) for a in Rows(chosen).padded())
     return index, mask
