@@ -78,7 +78,7 @@ BESIDE = (  # what is trained, the run, the same training with plain updates, th
 )
 LAP = (  # over rounds, where each of 5 clients holds two classes
     *("fedavg-2class", "fedavg-2class-slow", "fedprox-2class", "scaffold-2class", "scaffold-2class-slow", "feddm"),
-    *("fedlap", "fedlap-stalled", "fedlap-region-median", "fedlap-region-max", "fedlap-region-fixed"),
+    *("fedlap", "fedlap-region-median", "fedlap-region-max", "fedlap-region-fixed"),
     *("fedlap-passes-5", "fedlap-images-10", "fedlap-images-20", "fedlap-images-100", "fedlap-augmented"),
 )
 LAP_CURVES = ("fedavg-2class", "fedprox-2class", "scaffold-2class", "feddm", "fedlap")
@@ -510,7 +510,7 @@ def made(names: Iterable[str]) -> dict[str, Run]:
 
 def fedlap_rounds() -> str:
     """Accuracy after some rounds, of FedLAP and what it is compared with."""
-    shown, rows = (1, 2, 3, 5, 7, 9), []
+    shown, rows = (1, 2, 3, 5, 7, 10, 20), []
     for name, run in made(f"{of}/{name}" for of in ("mnist", "fashion", "cifar10") for name in LAP).items():
         accuracy = dict(zip(*run.ledger.series("accuracy"), strict=True))
         rows.append((f"`{name}`", *(percent(accuracy[n]) if n in accuracy else "" for n in shown), count(run.up)))
