@@ -96,3 +96,20 @@ def test_the_mode_takes_over_the_layers_of_a_module_under_vmap(layer, monkeypatc
     with Products():
         torch.testing.assert_close(vmap(one)(weights, x), plain)
     assert calls
+
+
+def test_weights_at_odd_addresses_are_copied_where_that_is_cheap(monkeypatch):
+    """GPUs have fast products for matrices that begin at a multiple of 16 bytes."""
+    seen, flat = [], torch.randn(3, 4 * 5 + 1, requires_grad=True)
+    monkeypatch.setattr(products._Forward, "of", lambda w, x, own=products._Forward.of: seen.append(w) or own(w, x))
+
+    def layer(flat, x):
+        return products.product(flat[:20].view(4, 5), x)
+
+    for columns, stride in ((16, 20), (15, 21)):
+        x = torch.randn(3, 5, columns)
+        result = vmap(layer)(flat, x)
+        assert seen[-1].stride(0) == stride
+        torch.testing.assert_close(result, flat[:, :20].view(3, 4, 5) @ x)
+        (found,) = torch.autograd.grad(result.sum(), flat)
+        torch.testing.assert_close(found[:, :20].view(3, 4, 5), x.sum(-1)[:, None].expand(-1, 4, -1))

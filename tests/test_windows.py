@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedveil import forward
 from fedveil import windows as w
@@ -149,3 +151,36 @@ def test_the_adjoint_of_windows_is_what_sums_them():
     (back,) = torch.autograd.grad(parts, x, y)
     assert torch.allclose((parts * y).sum(), (x * back).sum())
     assert torch.equal(parts[4].view(2, 3, 5), x[:, 0, ::2])  # the window's middle, which padding does not move
+
+
+class Fold:
+    """Stands in for the kernel where there is no GPU."""
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, parts, out, places, channels, height, width, rows, columns, across, *more):
+        for one, target in zip(parts, out.view(len(parts), -1, channels, height, width), strict=True):
+            columns = one.view(channels, -1, len(target), across // len(target)).permute(2, 0, 1, 3).flatten(1, 2)
+            target.copy_(F.fold(columns, (height, width), more[:2], stride=more[2:4], padding=more[4:6]))
+
+
+@pytest.mark.parametrize("how", ["traced", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_while_a_compiler_looks_on_only_the_adjoint_is_a_kernel(how, monkeypatch):
+    """Second derivatives of stacked windows: those of slices, with one operator for each sum over windows."""
+    monkeypatch.setattr(w, "kernels", lambda: SimpleNamespace(fold=Fold()))
+    window, draw = Window(3, 3, 1, 1, 1, 1), torch.Generator().manual_seed(1)
+    x = torch.randn(2, 3, 2, 5, 4, generator=draw, dtype=torch.float64)
+
+    def slope(made, x):
+        x = x.detach().requires_grad_()
+        (first,) = torch.autograd.grad((vmap(made)(x) ** 3).sum(), x, create_graph=True)
+        return torch.autograd.grad((first**2).sum(), x)[0]
+
+    with w.tracing():
+        program = make_fx(lambda x: slope(lambda t: w._Windows.of(t, window), x), tracing_mode="fake")(x)
+    sums = [node for node in program.graph.nodes if node.target == torch.ops.fedveil.folded.default]
+    assert len(sums) == 2
+    assert not any("slice_backward" in str(node.target) for node in program.graph.nodes)
+    program = torch.compile(program, dynamic=False) if how == "compiled" else program
+    torch.testing.assert_close(program(x), slope(lambda t: w.slices(t, window), x))

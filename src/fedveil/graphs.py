@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedveil.windows import plain
+from fedveil.windows import tracing
 
 ENABLED = True  # set to False to run every step eagerly: what a benchmark compares with
 COMPILED = False  # set to True to compile what is `Fused`
@@ -107,7 +107,7 @@ def compiled(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> C
     from torch.fx.experimental.proxy_tensor import make_fx
 
     try:
-        with plain():
+        with tracing():
             operations = make_fx(partial(function), tracing_mode="fake")(*tensors)  # with the compiler's strides
         program: Callable[..., tuple[Tensor, ...]] = torch.compile(operations, dynamic=False)
         program(*tensors)

@@ -76,8 +76,7 @@ class Local:
         index_, size_ = torch.from_numpy(index).to(device), torch.from_numpy(size).to(device)
         weights = w.to(device).expand(len(crowd), -1).clone()
         cursor = torch.zeros(1, dtype=torch.int64, device=device)
-        gradient = task.fused("gradient", task.gradient)
-        derive = gradient_of or (lambda *batch: gradient(*batch)[0])
+        derive = gradient_of or (lambda *batch: task.fast_gradient(*batch)[0])
         descend = self._descent(weights, crowd.round, correction)
 
         def step(width: int) -> None:

@@ -118,7 +118,13 @@ class _Product(torch.autograd.Function):
             m.expand(info.batch_size, *m.shape) if d is None else m.movedim(d, 0)
             for m, d in zip(matrices, dims, strict=True)
         )
-        return cls.of(a, b), 0
+        return cls.of(aligned(a, b), aligned(b, a)), 0
+
+
+def aligned(m: Tensor, other: Tensor) -> Tensor:
+    """A stack of matrices, copied where they begin at addresses for which GPUs have slow kernels only: a layer's
+    weights, in a stack of models with an odd number of them. What it is multiplied with, `other`, pays for the copy."""
+    return m.contiguous() if m.stride(0) * m.element_size() % 16 and 4 * m.numel() <= other.numel() else m
 
 
 class _Forward(_Product):

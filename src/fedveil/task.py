@@ -150,6 +150,11 @@ class Task:
         (gradient,) = torch.autograd.grad(mean.sum(), w)
         return gradient, mean.detach()
 
+    @property
+    def fast_gradient(self) -> Fused:
+        """`gradient`, compiled where that is asked for: for steps that are taken so often that it pays."""
+        return self.fused("gradient", self.gradient)
+
     def fused(self, name: Hashable, function: Callable[..., tuple[Tensor, ...]]) -> Fused:
         """What is to be compiled of this task's work, by name, so that it is compiled once."""
         return self._fused.setdefault(name, Fused(function))

@@ -7,7 +7,7 @@ kernel is the derivative of the other and each result is one sum in a fixed orde
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.library import custom_op
 
 BLOCK = 512  # positions a program
-_plain = False  # see `plain`
+traced = False  # see `tracing`
 
 
 class Window(NamedTuple):
@@ -37,27 +38,31 @@ class Window(NamedTuple):
 
 def windows(x: Tensor, window: Window) -> Tensor:
     """Pictures [B, I, H, W] -> [I·kh·kw, B·rows·columns], a column for each place of the window."""
-    if x.is_cuda and not _plain and kernels():
-        return _Windows.of(x, window)
-    rows, columns = window.over(*x.shape[2:])
+    return _Windows.of(x, window) if x.is_cuda and kernels() else slices(x, window)
+
+
+def slices(x: Tensor, window: Window) -> Tensor:
+    """The same of […, B, I, H, W] without a kernel."""
+    rows, columns = window.over(*x.shape[-2:])
     x = F.pad(x, (window.pw, window.pw, window.ph, window.ph))
     shown = [
-        x[:, :, i : i + rows * window.sh : window.sh, j : j + columns * window.sw : window.sw]
+        x[..., i : i + rows * window.sh : window.sh, j : j + columns * window.sw : window.sw]
         for i in range(window.kh)
         for j in range(window.kw)
     ]
-    return torch.stack(shown).permute(2, 0, 1, 3, 4).flatten(2).flatten(0, 1)
+    return torch.stack(shown, -3).movedim(-5, -3).flatten(-3).flatten(-3, -2)  # [I, kh·kw, B, rows, columns] before
 
 
 @contextmanager
-def plain() -> Iterator[None]:
-    """Windows without the kernels: slices, which a compiler can look into and fuse with what is around them."""
-    global _plain
-    _plain = True
+def tracing() -> Iterator[None]:
+    """While a compiler looks on, windows are slices, which it fuses with what is around them. Of their adjoint it makes
+    a sum over all places of a window with all that led to each, so that stays a kernel."""
+    global traced
+    traced = True
     try:
         yield
     finally:
-        _plain = False
+        traced = False
 
 
 class _Windows(torch.autograd.Function):
@@ -69,6 +74,8 @@ class _Windows(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, window: Window) -> Tensor:
+        if traced:
+            return slices(x, window)
         batch, channels, height, width = x.shape[-4:]
         rows, columns = window.over(height, width)
         flat = x.flatten(0, -5) if x.dim() > 4 else x[None]
@@ -103,17 +110,8 @@ class _Folded(torch.autograd.Function):
 
     @staticmethod
     def forward(parts: Tensor, shape: tuple[int, ...], window: Window) -> Tensor:
-        batch, channels, height, width = shape
-        rows, columns = window.over(height, width)
-        flat = (parts.flatten(0, -3) if parts.dim() > 2 else parts[None]).contiguous()
-        out = parts.new_empty(*parts.shape[:-2], *shape)
-        places = batch * height * width
-        grid = (-(-places // BLOCK) * len(flat), channels)  # only the first may be large
-        wide = torch.promote_types(parts.dtype, torch.float32) == torch.float64
-        kernels().fold[grid](
-            flat, out, places, channels, height, width, rows, columns, batch * rows * columns, *window, BLOCK, wide
-        )
-        return out
+        result: Tensor = folded(parts, shape, window)
+        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, tuple[int, ...], Window], output: Tensor) -> None:
@@ -129,6 +127,27 @@ class _Folded(torch.autograd.Function):
     ) -> tuple[Tensor, int]:
         assert dims[0] is not None
         return _Folded.of(parts.movedim(dims[0], 0), shape, window), 0
+
+
+@custom_op("fedveil::folded", mutates_args=())
+def folded(parts: Tensor, shape: Sequence[int], window: Sequence[int]) -> Tensor:
+    """What `_Folded` computes, as an operator that a compiler does not look into."""
+    batch, channels, height, width = shape
+    rows, columns = Window(*window).over(height, width)
+    flat = (parts.flatten(0, -3) if parts.dim() > 2 else parts[None]).contiguous()
+    out = parts.new_empty(*parts.shape[:-2], *shape)
+    places = batch * height * width
+    grid = (-(-places // BLOCK) * len(flat), channels)  # only the first may be large
+    wide = torch.promote_types(parts.dtype, torch.float32) == torch.float64
+    kernels().fold[grid](
+        flat, out, places, channels, height, width, rows, columns, batch * rows * columns, *window, BLOCK, wide
+    )
+    return out
+
+
+@folded.register_fake
+def _(parts: Tensor, shape: Sequence[int], window: Sequence[int]) -> Tensor:
+    return parts.new_empty(*parts.shape[:-2], *shape)
 
 
 @cache

@@ -125,7 +125,7 @@ class Surrogates(Method):
         parts = list(zip(*(t[None].split(GRADIENT_CHUNK, 1) for t in (images, labels, share)), strict=True))
 
         def gradient(weights: Tensor) -> tuple[Tensor, Tensor]:
-            slopes, losses = zip(*(task.gradient(weights, *part) for part in parts), strict=True)
+            slopes, losses = zip(*(task.fast_gradient(weights, *part) for part in parts), strict=True)
             return torch.stack(slopes).sum(0), torch.stack(losses).sum(0)
 
         taken = descend(weights, start, reach, rates(self.lr, self.steps), gradient)
@@ -208,15 +208,16 @@ class Surrogates(Method):
         weights, ones = w.expand(len(crowd), -1).clone(), torch.ones_like(labels, dtype=torch.float32)
         lowest = torch.full((len(crowd),), math.inf, device=task.device)
         radii = torch.zeros_like(lowest)
+        losses = task.fused("losses", lambda *given: (task.stacked_losses(*given),))
 
         @torch.no_grad()
         def watch(away: Tensor) -> None:
-            loss = (task.stacked_losses(weights, task.x[index], task.y[index]) * mask).sum(1) / mask.sum(1)
+            loss = (losses(weights, task.x[index], task.y[index])[0] * mask).sum(1) / mask.sum(1)
             radii.copy_(torch.where(loss < lowest, away, radii))
             lowest.copy_(torch.minimum(lowest, loss))
 
-        def gradient(weights: Tensor) -> tuple[Tensor, Tensor]:
-            return task.gradient(weights, images, labels, ones)
+        def gradient(weights: Tensor) -> tuple[Tensor, ...]:
+            return task.fast_gradient(weights, images, labels, ones)
 
         descend(weights, w, self.radius, rates(self.lr, self.steps), gradient, watch)
         crowd.passes += self.steps * int(mask.sum())

@@ -23,7 +23,7 @@ def descend(
     start: Tensor,
     reach: float,
     rates: Tensor,
-    gradient: Callable[[Tensor], tuple[Tensor, Tensor]],
+    gradient: Callable[[Tensor], tuple[Tensor, ...]],
     watch: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """A step of each of `rates` by `weights` [C, d], in place; who is `reach` away from `start` [d] stays there.

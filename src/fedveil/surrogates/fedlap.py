@@ -226,5 +226,4 @@ class Batches:
     def __call__(self) -> Tensor:
         task, rows = self._crowd.task, self._index.index_select(0, self._cursor)[0]
         self._cursor.add_(1)
-        gradient = task.fused("gradient", task.gradient)
-        return gradient(self._weights, self._change(task.x[rows]), task.y[rows], self._mask)[0]
+        return task.fast_gradient(self._weights, self._change(task.x[rows]), task.y[rows], self._mask)[0]
