@@ -15,6 +15,7 @@ from fedveil import forward
 from fedveil import windows as w
 from fedveil.products import Products
 from fedveil.windows import Window
+from toys import Fold
 
 SHAPES = [
     (2, 2, 5, 4, Window(3, 3, 1, 1, 1, 1)),
@@ -151,18 +152,6 @@ def test_the_adjoint_of_windows_is_what_sums_them():
     (back,) = torch.autograd.grad(parts, x, y)
     assert torch.allclose((parts * y).sum(), (x * back).sum())
     assert torch.equal(parts[4].view(2, 3, 5), x[:, 0, ::2])  # the window's middle, which padding does not move
-
-
-class Fold:
-    """Stands in for the kernel where there is no GPU."""
-
-    def __getitem__(self, grid):
-        return self.launch
-
-    def launch(self, parts, out, places, channels, height, width, rows, columns, across, *more):
-        for one, target in zip(parts, out.view(len(parts), -1, channels, height, width), strict=True):
-            columns = one.view(channels, -1, len(target), across // len(target)).permute(2, 0, 1, 3).flatten(1, 2)
-            target.copy_(F.fold(columns, (height, width), more[:2], stride=more[2:4], padding=more[4:6]))
 
 
 @pytest.mark.parametrize("how", ["traced", pytest.param("compiled", marks=pytest.mark.slow)])

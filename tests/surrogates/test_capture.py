@@ -1,6 +1,7 @@
 """The steps of surrogate methods can be captured as CUDA graphs: tried on a CPU by watching every operation."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedveil as fv
-from fedveil import graphs
+from fedveil import graphs, products, windows
 from fedveil import task as task_module
 from fedveil.graphs import Loop, compiled
 from fedveil.privacy import dpsgd
@@ -19,7 +20,9 @@ from fedveil.surrogates.feddm import FedDm
 from fedveil.surrogates.fedlap import FedLap
 from fedveil.surrogates.matching import matched
 from fedveil.surrogates.sets import Distil
+from fedveil.windows import _Windows
 from surrogates.small import crowd_of, images_task
+from toys import Fold
 
 ATEN = torch.ops.aten
 REFUSED = {
@@ -108,8 +111,10 @@ def test_layers_as_products_have_the_same_slopes_and_private_gradients(monkeypat
 
 @pytest.mark.parametrize("compile", ["traced", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_a_program_does_with_other_numbers_what_the_step_does(compile, monkeypatch):
-    """Layers are products as on a GPU. Tracing is most of what can go wrong; compiling takes a minute."""
+    """Layers are products of windows as on a GPU. Tracing is most of what can go wrong; compiling takes a minute."""
     monkeypatch.setattr(task_module, "nullcontext", Products)
+    monkeypatch.setattr(windows, "kernels", lambda: SimpleNamespace(fold=Fold()))
+    monkeypatch.setattr(products, "windows", lambda x, w: (_Windows.of if windows.traced else windows.slices)(x, w))
     if compile == "traced":
         monkeypatch.setattr(torch, "compile", lambda operations, dynamic: operations)
     task, draw = images_task(), torch.Generator().manual_seed(1)
@@ -121,9 +126,13 @@ def test_a_program_does_with_other_numbers_what_the_step_does(compile, monkeypat
         mask = torch.bernoulli(torch.full((2, 16), 0.5), generator=draw)
         labels = torch.randint(2, (2, 4), generator=draw)
         records = (weights, task.x[rows], task.y[rows], mask)
-        return (weights, images, labels, goal), records, records
+        return (weights, images, labels, goal), records, records, records[:3]
 
-    steps = (partial(matched, task, 0.1), partial(_clipped_sum, task, 0.5), task.gradient)
+    def losses(*given):
+        with torch.no_grad():
+            return (task.stacked_losses(*given),)
+
+    steps = (partial(matched, task, 0.1), partial(_clipped_sum, task, 0.5), task.gradient, losses)
     for step, *given in zip(steps, numbers(), numbers(), strict=True):
         program = compiled(step, *given[0])
         assert program is not step
