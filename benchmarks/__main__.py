@@ -17,7 +17,8 @@ BENCHMARKS: dict[str, Callable[[], dict[str, float]]] = {
     "messages": messages.million_floats,
     "fedsynth": encoding.fedsynth,
     "fedage": fedage.fedage,
-    "fedlap": surrogates.fedlap,
+    "fedlap": surrogates.fifty,
+    "fedlap-10": surrogates.ten,
     "per-example": surrogates.per_example,
     "probes": probes.passes,
     "probes-memory": probes.memory,
@@ -36,15 +37,15 @@ def main() -> None:
     chosen = parser.parse_args()
     if unknown := sorted(set(chosen.names) - set(BENCHMARKS)):
         parser.error(f"there is no benchmark {unknown[0]}; use {', '.join(BENCHMARKS)}")
+    command = f"python -m benchmarks {' '.join(chosen.names)}".strip()
     where, results = environment(), {}
     for name in chosen.names or BENCHMARKS:
         print(f"{name}: {(BENCHMARKS[name].__doc__ or '').splitlines()[0]}", flush=True)
         results[name] = BENCHMARKS[name]()
         for key, value in results[name].items():
             print(f"  {key:<42} {value:.4g}", flush=True)
-    if chosen.out:
-        command = f"python -m benchmarks {' '.join(chosen.names)}".strip()
-        chosen.out.write_text(json.dumps({"command": command, **where, "figures": results}, indent=2) + "\n")
+        if chosen.out:  # after each, so that what was found is kept
+            chosen.out.write_text(json.dumps({"command": command, **where, "figures": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
