@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import encoding, fedage, federation, flower, messages, probes, secagg, surrogates
+from fedveil import graphs
 from fedveil.runs import environment
 
 BENCHMARKS: dict[str, Callable[[], dict[str, float]]] = {
@@ -39,6 +41,7 @@ def main() -> None:
         parser.error(f"there is no benchmark {unknown[0]}; use {', '.join(BENCHMARKS)}")
     command = f"python -m benchmarks {' '.join(chosen.names)}".strip()
     where, results = environment(), {}
+    graphs.announcer = lambda what: print(f"  {what}", file=sys.stderr, flush=True)
     for name in chosen.names or BENCHMARKS:
         print(f"{name}: {(BENCHMARKS[name].__doc__ or '').splitlines()[0]}", flush=True)
         results[name] = BENCHMARKS[name]()

@@ -20,6 +20,7 @@ WARM_UP = 3  # real steps run before the capture, so that libraries have chosen 
 
 Observer = Callable[[int, int], None]  # called with the steps done and the steps there are
 observer: Observer | None = None  # of every loop in this process; called from the threads that train
+announcer: Callable[[str], None] | None = None  # called with what is about to take long and has no steps
 OFTEN = 0.5  # seconds between two calls, or less
 QUEUED = 16  # replays before the first: it waits for the GPU, and a short schedule should not
 
@@ -89,8 +90,8 @@ class Fused:
     depend on shapes and not on values; there is a program for each set of shapes. Making one takes up to a minute.
     """
 
-    def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
-        self._function = function
+    def __init__(self, name: str, function: Callable[..., tuple[Tensor, ...]]) -> None:
+        self._name, self._function = name, function
         self._programs: dict[tuple[Any, ...], Callable[..., tuple[Tensor, ...]]] = {}
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -98,6 +99,8 @@ class Fused:
             return self._function(*tensors)
         shapes = tuple((t.shape, t.stride(), t.dtype) for t in tensors)
         if shapes not in self._programs:
+            if announcer:
+                announcer(f"compiling {self._name}, up to a minute")
             self._programs[shapes] = compiled(self._function, *tensors)
         return self._programs[shapes](*tensors)
 

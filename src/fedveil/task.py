@@ -155,9 +155,9 @@ class Task:
         """`gradient`, compiled where that is asked for: for steps that are taken so often that it pays."""
         return self.fused("gradient", self.gradient)
 
-    def fused(self, name: Hashable, function: Callable[..., tuple[Tensor, ...]]) -> Fused:
-        """What is to be compiled of this task's work, by name, so that it is compiled once."""
-        return self._fused.setdefault(name, Fused(function))
+    def fused(self, name: str, function: Callable[..., tuple[Tensor, ...]], *settings: Hashable) -> Fused:
+        """What is to be compiled of this task's work, by name and settings, so that it is compiled once."""
+        return self._fused.setdefault((name, *settings), Fused(name, function))
 
     @torch.no_grad()
     def evaluate(self, w: Tensor) -> dict[str, float]:

@@ -159,10 +159,10 @@ def test_views_of_single_records_can_be_compiled(monkeypatch):
 @pytest.mark.parametrize(
     ("method", "names"),
     [
-        (METHODS["fedlap"], {"gradient", "losses", ("matched", 0.1)}),
-        (METHODS["fedlap-dp"], {"gradient", ("clipped", 1.0), ("matched", 0.0)}),
-        (fv.FedAvg(), {"gradient"}),
-        (fv.FedAvg(privacy=DpSgd(delta=1e-3)), {("clipped", 1.0)}),
+        (METHODS["fedlap"], {("gradient",), ("losses",), ("image step", 0.1)}),
+        (METHODS["fedlap-dp"], {("gradient",), ("private gradient", 1.0), ("image step", 0.0)}),
+        (fv.FedAvg(), {("gradient",)}),
+        (fv.FedAvg(privacy=DpSgd(delta=1e-3)), {("private gradient", 1.0)}),
     ],
     ids=["fedlap", "fedlap-dp", "fedavg", "dp-fedavg"],
 )

@@ -153,8 +153,6 @@ class Job:
             folder.describe(plan.toml(), dict(self.environment))
             _picture(task, self.path / "split.svg")
             say(f"{plan.method.name}, {plan.rounds} round{'s' if plan.rounds > 1 else ''}, in {self.path}")
-            if where.compile:
-                say("the heaviest steps are compiled when they are first taken, up to a minute each")
             try:
                 result = fedveil.run(
                     task,

@@ -35,11 +35,11 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self.bar.start()
-        graphs.observer = self.step
+        graphs.observer, graphs.announcer = self.step, self.announce
         return self
 
     def __exit__(self, *_: object) -> None:
-        graphs.observer = None
+        graphs.observer = graphs.announcer = None
         self.bar.stop()
 
     def __call__(self, row: Row) -> None:
@@ -61,10 +61,14 @@ class Watch:
         if time.monotonic() - self.round_began >= LONG:
             self._tell(f"{self.text}  step {done}/{total}")
 
-    def _tell(self, line: str) -> None:
+    def announce(self, what: str) -> None:
+        """Called by every thread that trains, before something that has no steps to tell of."""
+        self._tell(f"{self.text}  {what}", at_once=True)
+
+    def _tell(self, line: str, at_once: bool = False) -> None:
         with self.lock:
             self.bar.update(self.line, description=line)
-            if self.bar.disable and time.monotonic() - self.told >= LINE_EVERY:
+            if self.bar.disable and (at_once or time.monotonic() - self.told >= LINE_EVERY):
                 self.told = time.monotonic()
                 err.print(line, soft_wrap=True)
 

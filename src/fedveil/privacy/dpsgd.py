@@ -175,7 +175,7 @@ def clipped_sum(task: Task, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor,
 
     Each record is given weights of its own, as if it were a client, as many at a time as `HELD` allows.
     """
-    summed = task.fused(("clipped", clip), partial(_clipped_sum, task, clip))
+    summed = task.fused("private gradient", partial(_clipped_sum, task, clip), clip)
     total = torch.zeros_like(weights)
     for piece in zip(*(t.split(_at_once(weights), 1) for t in (x, y, mask)), strict=True):
         total += summed(weights, *piece)[0]

@@ -138,9 +138,8 @@ class FedLap(Surrogates):
         """The gradient with respect to the images of their distance to `goal` [C, d]; that distance goes to `apart`."""
         points = images.detach().requires_grad_()
         changed = change(points)
-        slope, found = task.fused(("matched", self.mse), partial(matched, task, self.mse))(
-            weights, changed.detach(), labels, goal
-        )
+        fused = task.fused("image step", partial(matched, task, self.mse), self.mse)
+        slope, found = fused(weights, changed.detach(), labels, goal)
         apart.copy_(found)
         (slope,) = torch.autograd.grad(changed, points, slope)
         return slope
