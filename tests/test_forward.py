@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
 
-from fedveil import forward, products
+from fedveil import forward, products, windows
 from fedveil.products import Products
 
 
@@ -110,3 +110,15 @@ def test_without_a_gpu_group_norms_are_pytorchs():
         got = vmap(lambda x, *affine: F.group_norm(x, 3, *affine))(x, weight, bias)
     want = torch.stack([F.group_norm(x[n], 3, weight[n], bias[n]) for n in range(3)])
     torch.testing.assert_close(got, want)
+
+
+def test_the_kernels_are_for_gpus_without_gradients_and_without_a_compiler_that_looks_on(monkeypatch):
+    monkeypatch.setattr(forward, "kernels", object)
+    x = torch.ones(1)
+    with torch.no_grad():
+        assert not forward.usable(x)
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        assert forward.usable(x)
+        with windows.tracing():
+            assert not forward.usable(x)
+    assert not forward.usable(x)
