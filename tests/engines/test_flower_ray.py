@@ -23,7 +23,7 @@ OWN = sorted(name for name, method in fv.METHODS.items() if method.__module__.st
 PLAN = recipe.read("digits/fedavg", ["split.clients=4", "rounds=2", "method.local.epochs=1"])
 # Ray does not wait for the processes it ends, and so their handles complain when they are collected.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-SMALL = {"steps": 5, "fits": 5, "epochs": 1, "restarts": 1}
+SMALL = {"steps": 5, "fits": 5, "epochs": 1, "restarts": 1, "batches": 3, "draws": 3}
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 
 
