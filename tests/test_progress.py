@@ -58,16 +58,16 @@ def test_steps_are_told_of_long_rounds_only(clock: list[float], capsys: pytest.C
 def test_what_takes_long_and_has_no_steps_is_announced_at_once(
     clock: list[float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each program of a step when it is made, once for each set of shapes."""
+    """Each program of a step when it is made, once for each set of shapes, and of two sets at most."""
+    monkeypatch.setattr(graphs, "PROGRAMS", 2)
     monkeypatch.setattr(graphs, "COMPILED", True)
     monkeypatch.setattr(graphs, "compiled", lambda function, *tensors: function)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     fused = graphs.Fused("gradient", lambda x: (x,))
     with Watch(2, Ledger()) as watch:
         watch(row(1))
-        for size in (1, 1, 2):
-            fused(torch.ones(size))
-    fused(torch.ones(3))
+        for size in (1, 1, 2, 3, 2):
+            assert fused(torch.ones(size))[0].shape == (size,)
     assert capsys.readouterr().err.splitlines() == [
         "round 1/2  500 bytes up",
         *["round 1/2  500 bytes up  compiling gradient, up to a minute"] * 2,

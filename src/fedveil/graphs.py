@@ -16,6 +16,7 @@ from fedveil.windows import tracing
 
 ENABLED = True  # set to False to run every step eagerly: what a benchmark compares with
 COMPILED = False  # set to True to compile what is `Fused`
+PROGRAMS = 8  # of one step, each for its shapes; with more shapes than that compiling would never end
 WARM_UP = 3  # real steps run before the capture, so that libraries have chosen their kernels and buffers
 
 Observer = Callable[[int, int], None]  # called with the steps done and the steps there are
@@ -87,7 +88,8 @@ class Fused:
     """A function of tensors that gives tensors. With `COMPILED`, on a GPU, its elementwise work becomes few kernels.
 
     What is compiled is every operation that the function did once, those of derivatives included, so what it does may
-    depend on shapes and not on values; there is a program for each set of shapes. Making one takes up to a minute.
+    depend on shapes and not on values; there is a program for each of the first `PROGRAMS` sets of shapes. Making one
+    takes up to a minute.
     """
 
     def __init__(self, name: str, function: Callable[..., tuple[Tensor, ...]]) -> None:
@@ -99,6 +101,8 @@ class Fused:
             return self._function(*tensors)
         shapes = tuple((t.shape, t.stride(), t.dtype) for t in tensors)
         if shapes not in self._programs:
+            if len(self._programs) == PROGRAMS:
+                return self._function(*tensors)
             if announcer:
                 announcer(f"compiling {self._name}, up to a minute")
             self._programs[shapes] = compiled(self._function, *tensors)
