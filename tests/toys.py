@@ -259,9 +259,6 @@ def _serve(clients: Clients, pipe: Any) -> None:
             pipe.send_bytes(reply.problem.encode())
 
 
-__all__ = ["FourStages", "LastReference", "OtherProcess", "Refused", "Tamper", "Twice", "kept", "linear_task"]
-
-
 class Fold:
     """Stands in for the kernel that sums windows, where there is no GPU."""
 
@@ -274,3 +271,6 @@ class Fold:
         for one, target in zip(parts, out.view(len(parts), -1, channels, height, width), strict=True):
             columns = one.view(channels, kh * kw, len(target), across // len(target)).permute(2, 0, 1, 3).flatten(1, 2)
             target.copy_(F.fold(columns, (height, width), (kh, kw), stride=(sh, sw), padding=(ph, pw)))
+
+
+__all__ = ["Fold", "FourStages", "LastReference", "OtherProcess", "Refused", "Tamper", "Twice", "kept", "linear_task"]
