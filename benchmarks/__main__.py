@@ -39,6 +39,8 @@ def main() -> None:
     chosen = parser.parse_args()
     if unknown := sorted(set(chosen.names) - set(BENCHMARKS)):
         parser.error(f"there is no benchmark {unknown[0]}; use {', '.join(BENCHMARKS)}")
+    if chosen.out and not chosen.out.parent.is_dir():
+        parser.error(f"there is no folder {chosen.out.parent} to write {chosen.out.name} into")
     command = f"python -m benchmarks {' '.join(chosen.names)}".strip()
     where, results = environment(), {}
     graphs.announcer = lambda what: print(f"  {what}", file=sys.stderr, flush=True)

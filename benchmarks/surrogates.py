@@ -32,7 +32,7 @@ def fifty() -> dict[str, float]:
 
 
 def ten() -> dict[str, float]:
-    """The same with 10 images a class."""
+    """A round of FedLAP with 10 images a class instead of 50."""
     return _fedlap(10)
 
 
