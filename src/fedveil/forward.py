@@ -1,8 +1,8 @@
-"""Convolutions and group norms of a stack of models as one kernel each, for GPUs and where nothing is differentiated.
+"""Convolutions of a stack of models as one kernel each, for GPUs and where nothing is differentiated.
 
-Probes run a model forward only. A product of windows then writes and reads again as much as it computes, and group norm
-first copies what the product gave. Here pictures are read where they are, those of a stack that shares them once for
-all, and each result is one sum in a fixed order, so that runs repeat bit for bit.
+Probes run a model forward only. A product of windows then writes and reads again as much as it computes. Here pictures
+are read where they are, those of a stack that shares them once for all, and each result is one sum in a fixed order, so
+that runs repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ ENABLED = True  # set to False for products of windows and PyTorch's group norm:
 PRECISION = torch.float16  # of convolutions; others are still products of windows, which was not compared
 PLACES = 128  # a program of a convolution
 DEPTH = 64  # channels it reads at a time, at most
-ENTRIES = 16384  # a program of a group norm holds
 
 
 def usable(x: Tensor) -> bool:
@@ -37,21 +36,14 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Te
     return result
 
 
-def group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """`F.group_norm` for inputs [B, C, …], with moments in float32 or, of float64, in float64."""
-    weight, bias = (None if t is None else t.expand(x.shape[1]) for t in (weight, bias))
-    result: Tensor = normalised(x.flatten(2), weight, bias, groups, eps)
-    return result.view(x.shape)
-
-
 @custom_op("fedveil::convolved", mutates_args=())
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, window: Sequence[int]) -> Tensor:
     """x […, B, I, H, W], weight […, O, kh·kw·I] and bias […, O] -> […, B, O, rows, columns]."""
     *stack, batch, channels, height, width = x.shape
     outputs, rows, columns = weight.shape[-2], *Window(*window).over(height, width)
     result = x.new_empty(*stack, batch, outputs, rows, columns)
-    x, weight, bias = _pair(x, 4), _pair(weight, 2), bias if bias is None else _pair(bias, 1)
-    places, wide, deep = batch * rows * columns, max(16, min(128, _power(outputs))), math.gcd(channels, DEPTH)
+    x, weight, bias = pair(x, 4), pair(weight, 2), bias if bias is None else pair(bias, 1)
+    places, wide, deep = batch * rows * columns, max(16, min(128, power(outputs))), math.gcd(channels, DEPTH)
     kernels().convolve[(math.prod(stack) * -(-places // PLACES) * -(-outputs // wide),)](
         x, weight, bias, result, x.shape[1], places, *x.stride()[:3], *weight.stride(), *_strides(bias),
         *x.stride()[3:], channels, outputs, height, width, rows, columns, *window,
@@ -60,41 +52,19 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, window: Sequence[i
     return result
 
 
-@custom_op("fedveil::normalised", mutates_args=())
-def normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float) -> Tensor:
-    """x […, B, C, P] and weight and bias […, C] -> […, B, C, P]."""
-    *stack, batch, channels, places = x.shape
-    result = x.new_empty(x.shape)
-    x, weight, bias = _pair(x, 3), *(t if t is None else _pair(t, 1) for t in (weight, bias))
-    tall = _power(channels // groups)
-    wide = min(_power(places), max(1, ENTRIES // tall))
-    kernels().normalise[(math.prod(stack) * batch * groups,)](
-        x, weight, bias, result, x.shape[1], batch, groups, *x.stride()[:3], *_strides(weight), *_strides(bias),
-        *x.stride()[3:], channels // groups, places, eps, tall, wide, x.dtype == torch.float64,
-        num_warps=max(1, min(16, tall * wide // 1024)),
-    )  # fmt: skip
-    return result
+@convolved.register_vmap
+def _(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+    return convolved(*(stacked(t, dim, info.batch_size) for t, dim in zip(inputs, dims, strict=True))), 0
 
 
-def _stacks(operator: Any) -> None:
-    """Under `vmap` the tensors of an operator get one more stack dimension, all of them, before their own."""
-
-    def rule(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        def stacked(t: Any, dim: int | None) -> Any:
-            if not isinstance(t, Tensor):
-                return t
-            return t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-
-        return operator(*map(stacked, inputs, dims)), 0
-
-    operator.register_vmap(rule)
+def stacked(t: Any, dim: int | None, size: int) -> Any:
+    """A tensor under `vmap` with its stack dimension first, and with one if it has none; other things are as they are."""
+    if not isinstance(t, Tensor):
+        return t
+    return t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
 
 
-_stacks(convolved)
-_stacks(normalised)
-
-
-def _pair(t: Tensor, own: int) -> Tensor:
+def pair(t: Tensor, own: int) -> Tensor:
     """[…, *own] -> [G, k, *own]: two stack dimensions, so that neither is copied where it is shared."""
     stack = t.dim() - own
     return t[(None,) * (2 - stack)] if stack < 2 else t.flatten(0, stack - 2)
@@ -104,6 +74,6 @@ def _strides(t: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if t is None else t.stride()
 
 
-def _power(n: int) -> int:
+def power(n: int) -> int:
     """The next power of two."""
     return 1 << (n - 1).bit_length()

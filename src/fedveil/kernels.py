@@ -1,4 +1,4 @@
-"""The kernels of windows.py and forward.py, in Triton. A program works for one stack member."""
+"""The kernels of windows.py, forward.py and norms.py, in Triton. A program works for one stack member."""
 
 # mypy: ignore-errors
 import triton
@@ -139,13 +139,81 @@ def normalise(
         apart = tl.where(there, tl.load(source + start * SP, mask=there, other=0.0).to(sums) - mean, 0.0)
         total += apart * apart
     scale = 1 / tl.sqrt(tl.sum(total) / (CHANNELS * PLACES) + EPS)
-    factor = tl.full((BLOCK_C, 1), 1, sums) * scale
-    shift = tl.zeros((BLOCK_C, 1), sums)
-    if weight is not None:
-        factor *= tl.load(weight + g * wg + k * wk + channel * wc, mask=c < CHANNELS, other=0.0).to(sums)
-    if bias is not None:
-        shift += tl.load(bias + g * bg + k * bk + channel * bc, mask=c < CHANNELS, other=0.0).to(sums)
+    factor = tl.load(weight + g * wg + k * wk + channel * wc, mask=c < CHANNELS, other=0.0).to(sums) * scale
+    shift = tl.load(bias + g * bg + k * bk + channel * bc, mask=c < CHANNELS, other=0.0).to(sums)
     for start in range(0, PLACES, BLOCK):
         there = (c < CHANNELS) & (start + place < PLACES)
         result = (tl.load(source + start * SP, mask=there, other=0.0).to(sums) - mean) * factor + shift
         tl.store(target + start, result.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def slope(
+    x, g, weight, by_x, sums, pictures, groups, xn, xb, xc, xp, gn, gb, gc, gp, wn, wc, rn, rb, rc, rp,
+    CHANNELS: tl.constexpr, PLACES: tl.constexpr, EPS: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """by_x = scale · (u - ⟨u⟩ - x̂ ⟨u x̂⟩) with u = weight · g; sums[n, :, b, c] = Σ g x̂ and Σ g over places.
+
+    A program does one group of channels of one picture, and so it does in `curve`; the strides of each tensor follow
+    the tensors, in their order.
+    """
+    group, picture = tl.program_id(0) % groups, tl.program_id(0) // groups
+    member, picture = (picture // pictures).to(tl.int64), (picture % pictures).to(tl.int64)
+    c, place = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK)[None, :]
+    channel, there = (group * CHANNELS + c).to(tl.int64), (c < CHANNELS) & (place < PLACES)
+    wide = tl.float64 if WIDE else tl.float32
+    value = tl.load(x + member * xn + picture * xb + channel * xc + place * xp, mask=there, other=0.0).to(wide)
+    slope = tl.load(g + member * gn + picture * gb + channel * gc + place * gp, mask=there, other=0.0).to(wide)
+    factor = tl.load(weight + member * wn + channel * wc, mask=c < CHANNELS, other=0.0).to(wide)
+    apart = tl.where(there, value - tl.sum(value) / (CHANNELS * PLACES), 0.0)
+    scale = 1 / tl.sqrt(tl.sum(apart * apart) / (CHANNELS * PLACES) + EPS)
+    unit, u = apart * scale, factor * slope
+    result = scale * (u - tl.sum(u) / (CHANNELS * PLACES) - unit * (tl.sum(u * unit) / (CHANNELS * PLACES)))
+    target = by_x + member * rn + picture * rb + channel * rc + place * rp
+    tl.store(target, result.to(by_x.dtype.element_ty), mask=there)
+    row = sums + (2 * member * pictures + picture) * groups * CHANNELS + channel
+    tl.store(row, tl.sum(slope * unit, 1)[:, None], mask=c < CHANNELS)
+    tl.store(row + pictures * groups * CHANNELS, tl.sum(slope, 1)[:, None], mask=c < CHANNELS)
+
+
+@triton.jit
+def curve(
+    x, g, weight, a, cot, by_x, by_g, sums, pictures, groups,
+    xn, xb, xc, xp, gn, gb, gc, gp, wn, wc, an, ab, ac, ap, cn, ck, cb, cc, rn, rb, rc, rp, sn, sb, sc, sp,
+    CHANNELS: tl.constexpr, PLACES: tl.constexpr, EPS: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The gradients by x and g, and in sums[n, 0, b, c] that by weight, of what `slope` computes.
+
+    Those by its results are a, p and q, the last two in cot[n, :, b, c]. With d = scale · (a - ⟨a⟩ - x̂ ⟨a x̂⟩),
+    by_g = weight · d + p x̂ + q, the sum is Σ g d, and by_x = scale · (p g - ⟨p g⟩ - x̂ ⟨p g x̂⟩) - scale² · (⟨u x̂⟩ a +
+    ⟨a x̂⟩ u - ⟨u x̂⟩⟨a⟩ - ⟨a x̂⟩⟨u⟩ + (⟨a u⟩ - ⟨a⟩⟨u⟩ - 3 ⟨u x̂⟩⟨a x̂⟩) x̂).
+    """
+    group, picture = tl.program_id(0) % groups, tl.program_id(0) // groups
+    member, picture = (picture // pictures).to(tl.int64), (picture % pictures).to(tl.int64)
+    c, place = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK)[None, :]
+    channel, there = (group * CHANNELS + c).to(tl.int64), (c < CHANNELS) & (place < PLACES)
+    wide, count = tl.float64 if WIDE else tl.float32, CHANNELS * PLACES
+    value = tl.load(x + member * xn + picture * xb + channel * xc + place * xp, mask=there, other=0.0).to(wide)
+    slope = tl.load(g + member * gn + picture * gb + channel * gc + place * gp, mask=there, other=0.0).to(wide)
+    ahead = tl.load(a + member * an + picture * ab + channel * ac + place * ap, mask=there, other=0.0).to(wide)
+    factor = tl.load(weight + member * wn + channel * wc, mask=c < CHANNELS, other=0.0).to(wide)
+    pair = cot + member * cn + picture * cb + channel * cc
+    p = tl.load(pair, mask=c < CHANNELS, other=0.0).to(wide)
+    q = tl.load(pair + ck, mask=c < CHANNELS, other=0.0).to(wide)
+    apart = tl.where(there, value - tl.sum(value) / count, 0.0)
+    scale = 1 / tl.sqrt(tl.sum(apart * apart) / count + EPS)
+    unit, u, tilt = apart * scale, factor * slope, p * slope
+    u1, a1, t1 = tl.sum(u) / count, tl.sum(ahead) / count, tl.sum(tilt) / count
+    ux, ax, tx = tl.sum(u * unit) / count, tl.sum(ahead * unit) / count, tl.sum(tilt * unit) / count
+    au = tl.sum(ahead * u) / count
+    down = scale * (ahead - a1 - unit * ax)
+    bend = ux * (ahead - a1) + ax * (u - u1) + (au - a1 * u1 - 3 * ux * ax) * unit
+    result = scale * (tilt - t1 - unit * tx) - scale * scale * bend
+    target = by_x + member * rn + picture * rb + channel * rc + place * rp
+    tl.store(target, result.to(by_x.dtype.element_ty), mask=there)
+    target = by_g + member * sn + picture * sb + channel * sc + place * sp
+    tl.store(target, (factor * down + p * unit + q).to(by_g.dtype.element_ty), mask=there)
+    row = sums + (member * pictures + picture) * groups * CHANNELS + channel
+    tl.store(row, tl.sum(slope * down, 1)[:, None], mask=c < CHANNELS)

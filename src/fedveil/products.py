@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fedveil import forward
+from fedveil import forward, norms
 from fedveil.windows import Window, windows
 
 
 class Products(TorchFunctionMode):
     """While active, linear layers and 2-D convolutions without groups are products, and mean pools are means.
 
-    Where nothing is differentiated, half-precision convolutions and all group norms are kernels of their own.
+    Group norms are kernels of their own, and so are half-precision convolutions where nothing is differentiated.
     """
 
     def __torch_function__(
@@ -90,8 +90,8 @@ def group_norm(
     x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
     """`F.group_norm` for inputs [B, C, …]."""
-    if forward.usable(x) and x.dim() > 2 and x.shape[1] % num_groups == 0:
-        return forward.group_norm(x, num_groups, weight, bias, eps)
+    if norms.usable(x, num_groups):
+        return norms.group_norm(x, num_groups, weight, bias, eps)
     with torch._C.DisableTorchFunction():
         return F.group_norm(x, num_groups, weight, bias, eps)
 
