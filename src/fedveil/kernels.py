@@ -194,7 +194,8 @@ def curve(
     member, picture = (picture // pictures).to(tl.int64), (picture % pictures).to(tl.int64)
     c, place = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK)[None, :]
     channel, there = (group * CHANNELS + c).to(tl.int64), (c < CHANNELS) & (place < PLACES)
-    wide, count = tl.float64 if WIDE else tl.float32, CHANNELS * PLACES
+    wide = tl.float64 if WIDE else tl.float32
+    count: tl.constexpr = CHANNELS * PLACES
     value = tl.load(x + member * xn + picture * xb + channel * xc + place * xp, mask=there, other=0.0).to(wide)
     slope = tl.load(g + member * gn + picture * gb + channel * gc + place * gp, mask=there, other=0.0).to(wide)
     ahead = tl.load(a + member * an + picture * ab + channel * ac + place * ap, mask=there, other=0.0).to(wide)
