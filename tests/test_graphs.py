@@ -1,10 +1,13 @@
 """Steps repeated, and told to an observer without holding them up."""
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fedveil as fv
 from fedveil import graphs
@@ -106,3 +109,37 @@ def test_threads_tell_the_same_observer(told: list[tuple[int, int]]) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(10, 14)))
     assert {of for _, of in told} == {10, 11, 12, 13}
+
+
+def joined(function: Callable[..., Tensor], *given: Tensor) -> tuple[list[object], Tensor]:
+    """What is left of a function's stacked products and sums, and its result."""
+    program = make_fx(function, tracing_mode="fake")(*given)
+    graphs.join(program)
+    kept = (torch.ops.aten.bmm.default, torch.ops.aten.add.Tensor)
+    return [node.target for node in program.graph.nodes if node.target in kept], program(*given)
+
+
+def test_a_sum_of_two_large_products_is_one_product() -> None:
+    a, c, b, d = torch.randn(3, 40, 2), torch.randn(3, 40, 3), torch.randn(3, 2, 50), torch.randn(3, 3, 50)
+    left, result = joined(lambda a, b, c, d: (a @ b + c @ d).sin(), a, b, c, d)
+    assert left == [torch.ops.aten.bmm.default]
+    torch.testing.assert_close(result, (a @ b + c @ d).sin())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: (a @ b) + (a @ b).sum(0),  # no product, and of another shape
+        lambda a, b: (p := a @ b) + p @ b.mT @ b,  # needed elsewhere
+        lambda a, b: a.mT @ a + b @ b.mT,  # smaller than its factors
+        lambda a, b: (a @ b).view(-1) + (a @ b).view(-1),  # of another shape than what is added
+        lambda a, b: a @ b + 1,
+    ],
+)
+def test_other_sums_stay_as_they_are(function: Callable[..., Tensor]) -> None:
+    a, b = torch.randn(3, 40, 2), torch.randn(3, 2, 40)
+    plain = make_fx(function)(a, b)
+    kept = [n.target for n in plain.graph.nodes if n.target in (torch.ops.aten.bmm.default, torch.ops.aten.add.Tensor)]
+    left, result = joined(function, a, b)
+    assert left == kept
+    torch.testing.assert_close(result, function(a, b))

@@ -1,4 +1,5 @@
-"""Kernels and PyTorch give the same, windows also in their derivatives: on a GPU, or in Triton's interpreter."""
+"""Kernels and PyTorch give the same, those that are differentiated also in their derivatives: on a GPU, or in Triton's
+interpreter."""
 
 import os
 import subprocess
@@ -11,11 +12,11 @@ import torch.nn.functional as F
 from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fedveil import forward
+from fedveil import forward, norms, products
 from fedveil import windows as w
 from fedveil.products import Products
 from fedveil.windows import Window
-from toys import Fold
+from toys import Fold, Spread
 
 SHAPES = [
     (2, 2, 5, 4, Window(3, 3, 1, 1, 1, 1)),
@@ -47,7 +48,10 @@ def compare(device):
     torch.manual_seed(0)
     if device == "cpu":
         forward.usable = lambda x: not torch.is_grad_enabled()
+        norms.usable = lambda *_: True
     compare_windows(device)
+    compare_long_sums(device)
+    compare_slopes_of_norms(device)
     with torch.no_grad():
         compare_convolutions(device)
         compare_norms(device)
@@ -88,6 +92,54 @@ def compare_convolutions(device):
             agree(layer, plain, shared[:, None] * torch.arange(1, 4, device=device).view(-1, 1, 1, 1, 1), weight)
 
 
+def compare_long_sums(device):
+    for o, i, n in ((3, 2, 4100), (130, 17, 2048), (16, 70, 100)):
+        y, x = torch.randn(2, 2, o, n, device=device), torch.randn(2, 2, n, i, device=device).mT
+        for precision, close in (("highest", 1e-5), ("high", 5e-3)):
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision(precision)
+            got = products.parts(y, x).sum(-3)
+            torch.set_float32_matmul_precision(before)
+            want = y.double() @ x.double().mT
+            assert float((got - want).abs().max()) < close * n**0.5
+
+
+def compare_slopes_of_norms(device):
+    """Value, first and second derivatives by all of them, in float64."""
+    settings = [
+        (6, 2, (3, 5), False),
+        (4, 4, (4, 4), False),
+        (6, 2, (4, 6), True),
+        (4, 4, (8, 8), True),
+        (5, 1, (2, 4), True),
+    ]
+    for channels, groups, shape, pooled in settings:
+        x = 3 + torch.randn(2, channels, 3, *shape, dtype=torch.float64, device=device)
+        x, affine = x.transpose(1, 2), torch.randn(3, 2, channels, dtype=torch.float64, device=device)
+        for given in ((x, *affine), (x, *affine[:2])):  # with and without an offset
+
+            def kernel(x, weight, bias, *offset, groups=groups, pooled=pooled):
+                return norms.group_norm(x, groups, weight, bias, 1e-5, pooled, *offset)
+
+            def plain(x, weight, bias, *offset, groups=groups, pooled=pooled):
+                x = x + offset[0][:, None, None] if offset else x
+                result = F.group_norm(x, groups, weight, bias)
+                return F.avg_pool2d(result.relu(), 2) if pooled else result
+
+            for ours, theirs in zip(slopes(kernel, *given), slopes(plain, *given), strict=True):
+                torch.testing.assert_close(ours, theirs)
+
+
+def slopes(layer, *given):
+    """What a stack of a layer gives, its derivatives, the derivatives of these, and the first ones found by `grad`."""
+    given = [t.detach().requires_grad_() for t in given]
+    out = vmap(layer)(*given).tanh()
+    first = torch.autograd.grad(out.square().sum(), given, create_graph=True)
+    second = torch.autograd.grad(sum(g.sin().sum() for g in first), given)
+    inside = vmap(grad(lambda *each: layer(*each).tanh().square().sum(), tuple(range(len(given)))))
+    return out, *first, *second, *inside(*(t.detach() for t in given))
+
+
 def compare_norms(device):
     for dtype, channels, groups, shape, entries in NORMS:
         x = 3 + torch.randn(2, 3, channels, 2, *shape, device=device).to(dtype).transpose(2, 3)
@@ -101,7 +153,7 @@ def compare_norms(device):
                 return plain(*tensors)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(forward, "ENTRIES", entries)
+            patch.setattr(norms, "ENTRIES", entries)
             agree(layer, plain, x, weight, bias)
             agree(layer, plain, x[:, 0], weight, shared=True)
             agree(layer, plain, x)
@@ -155,9 +207,9 @@ def test_the_adjoint_of_windows_is_what_sums_them():
 
 
 @pytest.mark.parametrize("how", ["traced", pytest.param("compiled", marks=pytest.mark.slow)])
-def test_while_a_compiler_looks_on_only_the_adjoint_is_a_kernel(how, monkeypatch):
-    """Second derivatives of stacked windows: those of slices, with one operator for each sum over windows."""
-    monkeypatch.setattr(w, "kernels", lambda: SimpleNamespace(fold=Fold()))
+def test_while_a_compiler_looks_on_windows_are_kernels(how, monkeypatch):
+    """Second derivatives of stacked windows: those of slices, with one operator for each copy or sum of windows."""
+    monkeypatch.setattr(w, "kernels", lambda: SimpleNamespace(fold=Fold(), spread=Spread()))
     window, draw = Window(3, 3, 1, 1, 1, 1), torch.Generator().manual_seed(1)
     x = torch.randn(2, 3, 2, 5, 4, generator=draw, dtype=torch.float64)
 
@@ -168,8 +220,9 @@ def test_while_a_compiler_looks_on_only_the_adjoint_is_a_kernel(how, monkeypatch
 
     with w.tracing():
         program = make_fx(lambda x: slope(lambda t: w._Windows.of(t, window), x), tracing_mode="fake")(x)
-    sums = [node for node in program.graph.nodes if node.target == torch.ops.fedveil.folded.default]
-    assert len(sums) == 2
-    assert not any("slice_backward" in str(node.target) for node in program.graph.nodes)
+    operators = [node.target for node in program.graph.nodes]
+    assert operators.count(torch.ops.fedveil.folded.default) == 2
+    assert operators.count(torch.ops.fedveil.shown.default) == 2
+    assert not any("slice" in str(target) for target in operators)
     program = torch.compile(program, dynamic=False) if how == "compiled" else program
     torch.testing.assert_close(program(x), slope(lambda t: w.slices(t, window), x))

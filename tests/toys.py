@@ -273,4 +273,29 @@ class Fold:
             target.copy_(F.fold(columns, (height, width), (kh, kw), stride=(sh, sw), padding=(ph, pw)))
 
 
-__all__ = ["Fold", "FourStages", "LastReference", "OtherProcess", "Refused", "Tamper", "Twice", "kept", "linear_task"]
+class Spread:
+    """The same for the kernel that copies windows."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self.launch
+
+    @staticmethod
+    def launch(x: Tensor, out: Tensor, places: int, channels: int, height: int, width: int, *more: int) -> None:
+        *_, kh, kw, sh, sw, ph, pw, _ = more
+        for one, target in zip(x, out.view(len(x), channels * kh * kw, places), strict=True):
+            seen = F.unfold(one, (kh, kw), stride=(sh, sw), padding=(ph, pw))  # [B, channels · kh · kw, rows · columns]
+            target.copy_(seen.transpose(0, 1).flatten(1))
+
+
+__all__ = [
+    "Fold",
+    "FourStages",
+    "LastReference",
+    "OtherProcess",
+    "Refused",
+    "Spread",
+    "Tamper",
+    "Twice",
+    "kept",
+    "linear_task",
+]

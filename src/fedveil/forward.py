@@ -58,7 +58,7 @@ def _(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, in
 
 
 def stacked(t: Any, dim: int | None, size: int) -> Any:
-    """A tensor under `vmap` with its stack dimension first, and with one if it has none; other things are as they are."""
+    """A tensor under `vmap` with its stack dimension first, or with one if it has none; other things as they are."""
     if not isinstance(t, Tensor):
         return t
     return t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule, Node
 
 from fedveil.windows import tracing
 
@@ -116,6 +117,7 @@ def compiled(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> C
     try:
         with tracing():
             operations = make_fx(partial(function), tracing_mode="fake")(*tensors)  # with the compiler's strides
+        join(operations)
         program: Callable[..., tuple[Tensor, ...]] = torch.compile(operations, dynamic=False)
         program(*tensors)
     except Exception as error:  # whatever a compiler may say: what it was to speed up works without it
@@ -123,6 +125,39 @@ def compiled(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> C
         warnings.warn(f"a step runs uncompiled: {reason}", stacklevel=3)
         return function
     return program
+
+
+def join(operations: GraphModule) -> None:
+    """A B + C D becomes [A C] [B; D] where that is larger than its factors: a gradient by the windows of a layer comes
+    from its own gradient and from the one behind it, and would be written twice, read twice and written again."""
+    graph, aten = operations.graph, torch.ops.aten
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        factors = [_factors(term) for term in node.args]
+        if [] in factors or len(factors) != 2:
+            continue
+        (a, b), (c, d) = factors
+        if sum(_shape(factor).numel() for factor in (a, b, c, d)) > _shape(node).numel():
+            continue
+        with graph.inserting_before(node):
+            left, right = (graph.call_function(aten.cat.default, pair) for pair in (([a, c], 2), ([b, d], 1)))
+            node.replace_all_uses_with(graph.call_function(aten.bmm.default, (left, right)))
+    graph.eliminate_dead_code()
+    operations.recompile()
+
+
+def _factors(term: Any) -> list[Any]:
+    """Of a stacked product that nothing else needs; of other things none."""
+    aten = torch.ops.aten
+    while isinstance(term, Node) and len(term.users) == 1:
+        if term.target == aten.bmm.default:
+            return list(term.args)
+        inner = term.args[0] if term.target in (aten.view.default, aten._unsafe_view.default) else None
+        term = inner if _shape(inner) == _shape(term) else None
+    return []
+
+
+def _shape(node: Any) -> Any:
+    return node.meta["val"].shape if isinstance(node, Node) else None
 
 
 def _teller(observer: Observer, before: int, total: int, device: torch.device) -> Callable[[int], None]:

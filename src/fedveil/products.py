@@ -9,36 +9,70 @@ come out in the weights' own layout, where PyTorch's are transposed, then copied
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.library import custom_op
 from torch.overrides import TorchFunctionMode
 
-from fedveil import forward, norms
-from fedveil.windows import Window, windows
+from fedveil import forward, norms, windows
+from fedveil.windows import Window
+
+PIECE = 2048  # of a long sum
 
 
 class Products(TorchFunctionMode):
     """While active, linear layers and 2-D convolutions without groups are products, and mean pools are means.
 
-    Group norms are kernels of their own, and so are half-precision convolutions where nothing is differentiated.
+    Group norms are kernels of their own, and so are half-precision convolutions where nothing is differentiated. While
+    a compiler looks on, a group norm is one kernel with the bias of a convolution before it and with a ReLU and a mean
+    pool of 2 × 2 after it. What that skips is there by itself as well, should something else need it; if nothing does,
+    the compiler throws it away.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._conv: tuple[Tensor | None, Any, Any] = None, None, None  # the last one, without its bias, and its bias
+        self._norm: tuple[Tensor | None, Callable[..., Tensor]] = None, group_norm  # the last one, and what makes it
+        self._relu: Tensor | None = None  # what one made of that
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in (F.conv2d, torch.conv2d):
-            return conv2d(*args, **kwargs)
+            return self._convolution(*args, **kwargs)
         if func is F.linear:
             return linear(*args, **kwargs)
-        if func is F.avg_pool2d:
-            return avg_pool2d(*args, **kwargs)
         if func is F.group_norm:
-            return group_norm(*args, **kwargs)
-        return func(*args, **kwargs)
+            return self._group_norm(*args, **kwargs)
+        if func is F.avg_pool2d:
+            if windows.traced and args[0] is self._relu and tiled(*args, **kwargs) == (2, 2):
+                return self._norm[1](pooled=True)
+            return avg_pool2d(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is F.relu and args[0] is self._norm[0]:
+            self._relu = None if kwargs.get("inplace") else result
+        return result
+
+    def _convolution(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *more: Any, **settings: Any
+    ) -> Tensor:
+        if not windows.traced or bias is None:
+            return conv2d(x, weight, bias, *more, **settings)
+        bare = conv2d(x, weight, None, *more, **settings)
+        self._conv = bare + bias[:, None, None], bare, bias
+        return self._conv[0]
+
+    def _group_norm(self, x: Tensor, *settings: Any, **options: Any) -> Tensor:
+        if windows.traced and x is self._conv[0]:
+            _, x, options["offset"] = self._conv
+        result = group_norm(x, *settings, **options)
+        self._norm = result, partial(group_norm, x, *settings, **options)
+        return result
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -67,38 +101,54 @@ def conv2d(
     window = Window(kh, kw, sh, sw, *_pair(padding))
     if forward.usable(x) and x.dtype == weight.dtype == forward.PRECISION and x.shape[1] == weight.shape[1]:
         return forward.conv2d(x, weight, bias, window)
-    result = product(weight.flatten(1), windows(x, window))  # [O, B·rows·columns]
+    result = product(weight.flatten(1), windows.windows(x, window))  # [O, B·rows·columns]
     result = result.view(out, len(x), *window.over(*x.shape[2:])).transpose(0, 1)
     return result if bias is None else result + bias[:, None, None]
 
 
-def avg_pool2d(
+def tiled(
     x: Tensor, kernel_size: int | list[int], stride: int | list[int] | None = None, *more: Any, **options: Any
-) -> Tensor:
+) -> tuple[int, int] | None:
+    """The tiles of an `F.avg_pool2d` of these arguments, down and across; None where they overlap or are padded."""
+    tile = _pair(kernel_size)
+    plain = more in ((), (0,), (0, False), (0, False, True), (0, False, True, None)) and not options
+    return tile if plain and _pair(stride or kernel_size) == tile else None
+
+
+def avg_pool2d(x: Tensor, *settings: Any, **options: Any) -> Tensor:
     """`F.avg_pool2d`; where tiles do not overlap a mean, whose derivative costs a fraction of the kernel's."""
-    (kh, kw), steps = _pair(kernel_size), _pair(stride or kernel_size)
-    if more not in ((), (0,), (0, False), (0, False, True), (0, False, True, None)) or options or steps != (kh, kw):
+    tile = tiled(x, *settings, **options)
+    if not tile:
         with torch._C.DisableTorchFunction():
-            return F.avg_pool2d(x, kernel_size, stride, *more, **options)
-    rows, columns = x.shape[-2] // kh, x.shape[-1] // kw
+            return F.avg_pool2d(x, *settings, **options)
+    (kh, kw), rows, columns = tile, x.shape[-2] // tile[0], x.shape[-1] // tile[1]
     tiles = x[..., : rows * kh, : columns * kw].unflatten(-1, (columns, kw)).unflatten(-3, (rows, kh))
     mean: Tensor = tiles.mean((-1, -3))
     return mean
 
 
 def group_norm(
-    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    pooled: bool = False,
+    offset: Tensor | None = None,
 ) -> Tensor:
-    """`F.group_norm` for inputs [B, C, …]."""
-    if norms.usable(x, num_groups):
-        return norms.group_norm(x, num_groups, weight, bias, eps)
+    """`F.group_norm` for inputs [B, C, …] with `offset` [C] added, if that is given; with `pooled` followed by a ReLU
+    and a mean pool of 2 × 2."""
+    if norms.usable(x, num_groups, pooled, offset is not None):
+        return norms.group_norm(x, num_groups, weight, bias, eps, pooled, offset)
+    x = x if offset is None else x + offset[:, None, None]
     with torch._C.DisableTorchFunction():
-        return F.group_norm(x, num_groups, weight, bias, eps)
+        result = F.group_norm(x, num_groups, weight, bias, eps)
+    return avg_pool2d(F.relu(result), 2) if pooled else result
 
 
 def product(w: Tensor, x: Tensor) -> Tensor:
     """W X for W […, o, i] and X […, i, n]."""
-    return _Forward.of(w, x) if torch.is_grad_enabled() else w @ x
+    return _Forward.of(w, x) if torch.is_grad_enabled() or windows.traced else w @ x
 
 
 class _Product(torch.autograd.Function):
@@ -124,7 +174,8 @@ class _Product(torch.autograd.Function):
 def aligned(m: Tensor, other: Tensor) -> Tensor:
     """A stack of matrices, copied where they begin at addresses for which GPUs have slow kernels only: a layer's
     weights, in a stack of models with an odd number of them. What it is multiplied with, `other`, pays for the copy."""
-    return m.contiguous() if m.stride(0) * m.element_size() % 16 and 4 * m.numel() <= other.numel() else m
+    odd = m.dim() > 2 and m.stride(0) * m.element_size() % 16
+    return m.contiguous() if odd and 4 * m.numel() <= other.numel() else m
 
 
 class _Forward(_Product):
@@ -132,7 +183,7 @@ class _Forward(_Product):
 
     @staticmethod
     def forward(w: Tensor, x: Tensor) -> Tensor:
-        return w @ x
+        return aligned(w, x) @ aligned(x, w)
 
     @staticmethod
     def backward(ctx: Any, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,11 +197,14 @@ class _Outer(_Product):
     @staticmethod
     def forward(y: Tensor, x: Tensor) -> Tensor:
         (o, n), i = y.shape[-2:], x.shape[-2]
-        parts = next((p for p in (16, 10, 8, 5, 4, 2) if n % p == 0), 1) if n > 64 * max(o, i) else 1
-        if parts == 1:
-            return y @ x.mT
+        if n <= 64 * max(o, i):
+            return aligned(y, x) @ aligned(x, y).mT
         # A long sum for a small result keeps few of a GPU's processors busy: several shorter ones instead.
-        y, x = (t.unflatten(-1, (parts, n // parts)).transpose(-2, -3) for t in (y, x))
+        if y.is_cuda and y.dtype == torch.float32 and windows.kernels():
+            pieces: Tensor = parts(y, x)
+            return pieces.sum(-3)
+        cut = next((p for p in (16, 10, 8, 5, 4, 2) if n % p == 0), 1)
+        y, x = (t.unflatten(-1, (cut, n // cut)).transpose(-2, -3) for t in (y, x))
         return (y @ x.mT).sum(-3)
 
     @staticmethod
@@ -164,12 +218,34 @@ class _Back(_Product):
 
     @staticmethod
     def forward(w: Tensor, y: Tensor) -> Tensor:
-        return w.mT @ y
+        return aligned(w, y).mT @ aligned(y, w)
 
     @staticmethod
     def backward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         w, y = ctx.saved_tensors
         return _Outer.of(y, x), _Forward.of(w, x)
+
+
+def _pieces(y: Tensor, x: Tensor) -> Tensor:
+    return y.new_empty(*y.shape[:-2], -(-y.shape[-1] // PIECE), y.shape[-2], x.shape[-2])
+
+
+@custom_op("fedveil::parts", mutates_args=())
+def parts(y: Tensor, x: Tensor) -> Tensor:
+    """Y […, o, n] and X […, i, n] -> Y Xᵀ of each piece of n, […, pieces, o, i]: a kernel that reads either where it
+    is, which a stacked product cannot."""
+    result = _pieces(y, x)
+    stack, (o, n), i = y.shape[:-2], y.shape[-2:], x.shape[-2]
+    y, x = (t.flatten(0, -3) if stack else t[None] for t in (y, x))
+    tall, wide = min(128, max(16, forward.power(o))), min(64, max(16, forward.power(i)))
+    tensor_cores = torch.get_float32_matmul_precision() != "highest"
+    windows.kernels().outer[(len(y) * result.shape[-3], -(-o // tall), -(-i // wide))](
+        y, x, result, o, i, n, result.shape[-3], *y.stride(), *x.stride(), PIECE, tall, wide, 64, tensor_cores
+    )
+    return result
+
+
+parts.register_fake(_pieces)
 
 
 def _pair(value: Any) -> tuple[int, int]:

@@ -7,6 +7,7 @@ kernel is the derivative of the other and each result is one sum in a fixed orde
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -55,8 +56,7 @@ def slices(x: Tensor, window: Window) -> Tensor:
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """While a compiler looks on, windows are slices, which it fuses with what is around them. Of their adjoint it makes
-    a sum over all places of a window with all that led to each, so that stays a kernel."""
+    """While a compiler looks on (`traced`): what it throws away costs nothing, and it cannot look into kernels."""
     global traced
     traced = True
     try:
@@ -74,18 +74,8 @@ class _Windows(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, window: Window) -> Tensor:
-        if traced:
-            return slices(x, window)
-        batch, channels, height, width = x.shape[-4:]
-        rows, columns = window.over(height, width)
-        flat = x.flatten(0, -5) if x.dim() > 4 else x[None]
-        out = x.new_empty(*x.shape[:-4], channels * window.kh * window.kw, batch * rows * columns)
-        places = batch * rows * columns
-        grid = (-(-places // BLOCK) * len(flat), channels)  # only the first may be large
-        kernels().spread[grid](
-            flat, out, places, channels, height, width, rows, columns, *flat.stride(), *window, BLOCK
-        )
-        return out
+        result: Tensor = shown(x, window)
+        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Window], output: Tensor) -> None:
@@ -129,9 +119,31 @@ class _Folded(torch.autograd.Function):
         return _Folded.of(parts.movedim(dims[0], 0), shape, window), 0
 
 
+def _room(x: Tensor, window: Sequence[int]) -> Tensor:
+    *stack, batch, channels, height, width = x.shape
+    kh, kw, *_ = window
+    return x.new_empty(*stack, channels * kh * kw, batch * math.prod(Window(*window).over(height, width)))
+
+
+@custom_op("fedveil::shown", mutates_args=())
+def shown(x: Tensor, window: Sequence[int]) -> Tensor:
+    """What `_Windows` computes, as an operator that a compiler does not look into: it would make a kernel of each place
+    of a window, with all that led to the picture in each of them, and of their sum one as long."""
+    batch, channels, height, width = x.shape[-4:]
+    rows, columns = Window(*window).over(height, width)
+    flat, out = x.flatten(0, -5) if x.dim() > 4 else x[None], _room(x, window)
+    places = batch * rows * columns
+    grid = (-(-places // BLOCK) * len(flat), channels)  # only the first may be large
+    kernels().spread[grid](flat, out, places, channels, height, width, rows, columns, *flat.stride(), *window, BLOCK)
+    return out
+
+
+shown.register_fake(_room)
+
+
 @custom_op("fedveil::folded", mutates_args=())
 def folded(parts: Tensor, shape: Sequence[int], window: Sequence[int]) -> Tensor:
-    """What `_Folded` computes, as an operator that a compiler does not look into."""
+    """What `_Folded` computes, as such an operator."""
     batch, channels, height, width = shape
     rows, columns = Window(*window).over(height, width)
     flat = (parts.flatten(0, -3) if parts.dim() > 2 else parts[None]).contiguous()

@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedveil as fv
-from fedveil import graphs, products, windows
+from fedveil import graphs, windows
 from fedveil import task as task_module
 from fedveil.graphs import Loop, compiled
 from fedveil.privacy import dpsgd
@@ -22,7 +22,7 @@ from fedveil.surrogates.matching import matched
 from fedveil.surrogates.sets import Distil
 from fedveil.windows import _Windows
 from surrogates.small import crowd_of, images_task
-from toys import Fold
+from toys import Fold, Spread
 
 ATEN = torch.ops.aten
 REFUSED = {
@@ -113,7 +113,7 @@ def test_layers_as_products_have_the_same_slopes_and_private_gradients(monkeypat
 def test_a_program_does_with_other_numbers_what_the_step_does(compile, monkeypatch):
     """Layers are products of windows as on a GPU. Tracing is most of what can go wrong; compiling takes a minute."""
     monkeypatch.setattr(task_module, "nullcontext", Products)
-    monkeypatch.setattr(windows, "kernels", lambda: SimpleNamespace(fold=Fold()))
+    monkeypatch.setattr(windows, "kernels", lambda: SimpleNamespace(fold=Fold(), spread=Spread()))
     if compile == "traced":
         monkeypatch.setattr(torch, "compile", lambda operations, dynamic: operations)
     task, draw = images_task(), torch.Generator().manual_seed(1)
@@ -134,7 +134,7 @@ def test_a_program_does_with_other_numbers_what_the_step_does(compile, monkeypat
     steps = (partial(matched, task, 0.1), partial(_clipped_sum, task, 0.5), task.gradient, losses)
     for step, *given in zip(steps, numbers(), numbers(), strict=True):
         with monkeypatch.context() as patch:
-            patch.setattr(products, "windows", _Windows.of)
+            patch.setattr(windows, "windows", _Windows.of)
             program = compiled(step, *given[0])
         assert program is not step
         for one, other in zip(step(*given[1]), program(*given[1]), strict=True):
