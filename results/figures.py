@@ -91,6 +91,7 @@ LAP_PAPER = {  # run: the paper's accuracy at ε = 2.79 and 10.18, table 2
     "mnist/dp-fedprox": (54.58, 88.75),
     "mnist/dp-scaffold": None,
     "fashion/fedlap-dp": (59.85, 73.00),
+    "fashion/fedlap-dp-slow": None,
     "fashion/dp-fedavg": (50.11, 72.78),
     "fashion/dp-fedprox": (54.57, 71.67),
     "fashion/dp-scaffold": None,
@@ -594,7 +595,8 @@ def bench() -> str:
     parts = []
     for path in sorted(HERE.glob("bench*.json")):
         one = json.loads(path.read_text(encoding="utf-8"))
-        head = f"`{one['command']}` ({one['gpu'] or 'CPU'}; PyTorch {one['torch'].split('+')[0]}):"
+        commit = f", commit {one['commit']}" if "commit" in one else ""
+        head = f"`{one['command']}` ({one['gpu'] or 'CPU'}; PyTorch {one['torch'].split('+')[0]}{commit}):"
         rows = [(name, key, figure(value)) for name, each in one["figures"].items() for key, value in each.items()]
         parts.append(f"{head}\n\n{table(('benchmark', 'figure', 'value'), rows, 2)}")
     return "\n\n".join(parts) or "Nothing yet: `python -m benchmarks -o results/bench.json` writes it."

@@ -21,7 +21,7 @@ from fedveil.windows import kernels
 
 ENTRIES = 16384  # a program of the norm itself holds
 GROUP = 8192  # the largest group with derivatives: what a program of theirs can hold
-WARP = 256  # of them a warp holds
+WARP = 512  # of them a warp holds
 
 
 def usable(x: Tensor, groups: int, pooled: bool = False, offset: bool = False) -> bool:
