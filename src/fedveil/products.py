@@ -35,27 +35,35 @@ class Products(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._conv: tuple[Tensor | None, Any, Any] = None, None, None  # the last one, without its bias, and its bias
-        self._norm: tuple[Tensor | None, Callable[..., Tensor]] = None, group_norm  # the last one, and what makes it
-        self._relu: Tensor | None = None  # what one made of that
+        self._forget()
+
+    def _forget(self) -> None:
+        """What layers gave last, and what to make something better of it with."""
+        self._conv: tuple[Tensor, Tensor, Tensor] | None = None  # without its bias, and its bias
+        self._norm: tuple[Tensor, Callable[..., Tensor]] | None = None
+        self._relu: tuple[Tensor, Callable[..., Tensor]] | None = None  # of that norm
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        given = dict(kwargs or {})
+        if not args and "input" in given:
+            args = (given.pop("input"),)
         if func in (F.conv2d, torch.conv2d):
-            return self._convolution(*args, **kwargs)
+            return self._convolution(*args, **given)
         if func is F.linear:
-            return linear(*args, **kwargs)
+            return linear(*args, **given)
         if func is F.group_norm:
-            return self._group_norm(*args, **kwargs)
+            return self._group_norm(*args, **given)
         if func is F.avg_pool2d:
-            if windows.traced and args[0] is self._relu and tiled(*args, **kwargs) == (2, 2):
-                return self._norm[1](pooled=True)
-            return avg_pool2d(*args, **kwargs)
-        result = func(*args, **kwargs)
-        if func is F.relu and args[0] is self._norm[0]:
-            self._relu = None if kwargs.get("inplace") else result
+            if self._relu and args[0] is self._relu[0] and tiled(*args, **given) == (2, 2):
+                return self._relu[1](pooled=True)
+            return avg_pool2d(*args, **given)
+        result = func(*args, **given)
+        if in_place(func, given):
+            self._forget()
+        elif func is F.relu and self._norm and args[0] is self._norm[0]:
+            self._relu = result, self._norm[1]
         return result
 
     def _convolution(
@@ -68,11 +76,19 @@ class Products(TorchFunctionMode):
         return self._conv[0]
 
     def _group_norm(self, x: Tensor, *settings: Any, **options: Any) -> Tensor:
-        if windows.traced and x is self._conv[0]:
+        if self._conv and x is self._conv[0]:
             _, x, options["offset"] = self._conv
         result = group_norm(x, *settings, **options)
-        self._norm = result, partial(group_norm, x, *settings, **options)
+        if windows.traced:
+            self._norm = result, partial(group_norm, x, *settings, **options)
         return result
+
+
+def in_place(func: Callable[..., Any], options: Mapping[str, Any]) -> bool:
+    """Whether a function may change what it is given."""
+    name = getattr(func, "__name__", "")
+    named = name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return named or bool(options.get("inplace")) or options.get("out") is not None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
