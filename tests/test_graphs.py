@@ -126,6 +126,13 @@ def test_a_sum_of_two_large_products_is_one_product() -> None:
     torch.testing.assert_close(result, (a @ b + c @ d).sin())
 
 
+def test_of_three_products_two_are_joined() -> None:
+    a, b = torch.randn(3, 40, 2), torch.randn(3, 2, 50)
+    left, result = joined(lambda a, b: a @ b + (2 * a) @ b + (3 * a) @ b, a, b)
+    assert sorted(map(str, left)) == ["aten.add.Tensor", "aten.bmm.default", "aten.bmm.default"]
+    torch.testing.assert_close(result, 6 * (a @ b))
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -134,6 +141,9 @@ def test_a_sum_of_two_large_products_is_one_product() -> None:
         lambda a, b: a.mT @ a + b @ b.mT,  # smaller than its factors
         lambda a, b: (a @ b).view(-1) + (a @ b).view(-1),  # of another shape than what is added
         lambda a, b: a @ b + 1,
+        lambda a, b: torch.add(a @ b, (2 * a) @ b, alpha=3),
+        lambda a, b: a[:1] @ b[:1] + (2 * a) @ b,
+        lambda a, b: (c := 1 * a) @ b + (c.mul_(2)) @ b,  # changed in place after the first product
     ],
 )
 def test_other_sums_stay_as_they_are(function: Callable[..., Tensor]) -> None:

@@ -1,5 +1,8 @@
 """How group norms are put together of kernels, with PyTorch in place of these; test_windows.py tries the kernels."""
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -99,9 +102,8 @@ def slopes(model, x, traced):
     def one(*given):
         return torch.func.functional_call(model, dict(zip(weights, given, strict=False)), (given[-1],))
 
-    windows.traced = traced
-    out = vmap(one)(*given).tanh()
-    windows.traced = False
+    with windows.tracing() if traced else nullcontext():
+        out = vmap(one)(*given).tanh()
     first = torch.autograd.grad(out.square().sum(), given, create_graph=True, allow_unused=True)
     second = torch.autograd.grad(sum(g.sin().sum() for g in first if g is not None), given, allow_unused=True)
     return out, *first, *second
@@ -167,13 +169,32 @@ def overwritten(net, x):
     return F.avg_pool2d(F.relu(normed), 2)
 
 
+def cut_in_place(net, x):
+    made = net.conv(x)
+    torch.ops.aten.relu_.default(made)
+    return net.norm(made)
+
+
+def without_gradients(net, x):
+    with torch.no_grad():
+        normed = net.norm(net.conv(x))
+    return F.avg_pool2d(F.relu(normed), 2) * net.other(net.conv(x)).mean()
+
+
+def single(net, x):
+    """A picture by itself: the norm takes its channels for a batch."""
+    return torch.stack([F.group_norm(net.conv(each), 2) for each in x])
+
+
 def twice(net, x):
     first = F.avg_pool2d(F.relu(net.norm(net.conv(x))), 2)
     again = F.avg_pool2d(F.relu(net.norm(net.other(first))), 2)
     return first.mean() + again
 
 
-@pytest.mark.parametrize("forward", [between, late, changed, overwritten, twice])
+@pytest.mark.parametrize(
+    "forward", [between, late, changed, overwritten, cut_in_place, without_gradients, single, twice]
+)
 def test_layers_that_look_as_if_they_were_in_a_row(forward, monkeypatch):
     torch.manual_seed(0)
     model, x = Odd(forward).double(), torch.randn(3, 2, 2, 4, 4, dtype=torch.float64)
@@ -191,6 +212,7 @@ def test_which_norms_have_kernels(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     assert norms.usable(x, 3)
     assert norms.usable(x, 3, True)
+    assert norms.usable(x[:0], 3)
     assert not norms.usable(x, 4)  # no groups of equal size
     assert not norms.usable(x[:, :, 0, 0], 3)
     assert not norms.usable(x[:, :, :7], 3, True)  # no tiles of 2 × 2
@@ -201,3 +223,33 @@ def test_which_norms_have_kernels(monkeypatch):
         assert norms.usable(large, 1)
         assert not norms.usable(large, 1, True)
         assert not norms.usable(large, 1, False, True)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_there_is_no_third_derivative(stacked, monkeypatch):
+    """And that is said: a derivative that is silently 0 would be worse."""
+    Operators(monkeypatch)
+    x, weight, bias = torch.randn(2, 3, 4, 5), torch.randn(2, 4), torch.randn(2, 4)
+    x.requires_grad_()
+
+    def norm(x, weight, bias):
+        return norms.group_norm(x, 2, weight, bias, 1e-5)
+
+    out = vmap(norm)(x, weight, bias) if stacked else norm(x[0], weight[0], bias[0])
+    for _ in range(2):
+        (out,) = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no third derivative"):
+        torch.autograd.grad(out.sin().sum(), x)
+
+
+def test_other_functions_are_called_as_they_were():
+    with Products():
+        found = torch.where(condition=torch.tensor([True, False]), input=torch.ones(2), other=torch.zeros(2))
+    assert found.tolist() == [1, 0]
+
+
+def test_a_compiler_looks_on_in_one_thread():
+    with windows.tracing(), ThreadPoolExecutor(1) as other:
+        assert windows.traced()
+        assert not other.submit(windows.traced).result()
+    assert not windows.traced()

@@ -128,6 +128,8 @@ def compare_slopes_of_norms(device):
 
             for ours, theirs in zip(slopes(kernel, *given), slopes(plain, *given), strict=True):
                 torch.testing.assert_close(ours, theirs)
+    x = torch.full((1, 2, 4, 4), torch.nan, device=device)
+    assert norms.group_norm(x, 2, None, None, 1e-5, True).isnan().all()
 
 
 def slopes(layer, *given):

@@ -26,7 +26,7 @@ DEPTH = 64  # channels it reads at a time, at most
 
 def usable(x: Tensor) -> bool:
     """Whether these kernels may stand in for layers that can be differentiated."""
-    return ENABLED and x.is_cuda and not (torch.is_grad_enabled() or windows.traced) and kernels() is not None
+    return ENABLED and x.is_cuda and not (torch.is_grad_enabled() or windows.traced()) and kernels() is not None
 
 
 def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:

@@ -131,9 +131,11 @@ def join(operations: GraphModule) -> None:
     """A B + C D becomes [A C] [B; D] where that is larger than its factors: a gradient by the windows of a layer comes
     from its own gradient and from the one behind it, and would be written twice, read twice and written again."""
     graph, aten = operations.graph, torch.ops.aten
+    if any(mutable(node.target) for node in graph.nodes):
+        return  # factors might have other values when the sum is taken than when they were multiplied
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         factors = [_factors(term) for term in node.args]
-        if [] in factors or len(factors) != 2:
+        if [] in factors or node.kwargs or len({_shape(term) for term in node.args}) > 1:
             continue
         (a, b), (c, d) = factors
         if sum(_shape(factor).numel() for factor in (a, b, c, d)) > _shape(node).numel():
@@ -145,19 +147,25 @@ def join(operations: GraphModule) -> None:
     operations.recompile()
 
 
+def mutable(function: Any) -> bool:
+    """Whether an operator may change what it is given."""
+    return bool(getattr(getattr(function, "_schema", None), "is_mutable", False))
+
+
 def _factors(term: Any) -> list[Any]:
     """Of a stacked product that nothing else needs; of other things none."""
     aten = torch.ops.aten
     while isinstance(term, Node) and len(term.users) == 1:
         if term.target == aten.bmm.default:
-            return list(term.args)
+            return list(term.args) if all(map(_shape, term.args)) else []
         inner = term.args[0] if term.target in (aten.view.default, aten._unsafe_view.default) else None
         term = inner if _shape(inner) == _shape(term) else None
     return []
 
 
 def _shape(node: Any) -> Any:
-    return node.meta["val"].shape if isinstance(node, Node) else None
+    """None of what `join` has made, too."""
+    return getattr(node.meta.get("val"), "shape", None) if isinstance(node, Node) else None
 
 
 def _teller(observer: Observer, before: int, total: int, device: torch.device) -> Callable[[int], None]:

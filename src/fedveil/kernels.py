@@ -15,7 +15,7 @@ def spread(
 
     A program does BLOCK places of one channel, and so it does in `fold`.
     """
-    channel = tl.program_id(1)
+    channel = tl.program_id(1).to(tl.int64)
     blocks = tl.cdiv(places, BLOCK)
     member = (tl.program_id(0) // blocks).to(tl.int64)
     place = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -39,7 +39,7 @@ def fold(
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """out[n, b, c, y, z] = Σ parts[n, (c, i, j), (b, r, q)] over all with r·SH + i - PH = y and q·SW + j - PW = z."""
-    channel = tl.program_id(1)
+    channel = tl.program_id(1).to(tl.int64)
     blocks = tl.cdiv(places, BLOCK)
     member = (tl.program_id(0) // blocks).to(tl.int64)
     place = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -67,8 +67,8 @@ def outer(
 ):  # fmt: skip
     """out[m, p, o, i] = Σ y[m, o, k] x[m, i, k] over the k of piece p; y* and x* are the strides."""
     member, piece = (tl.program_id(0) // pieces).to(tl.int64), tl.program_id(0) % pieces
-    row = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)[:, None]
-    column = tl.program_id(2) * BLOCK_I + tl.arange(0, BLOCK_I)
+    row = (tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)[:, None]).to(tl.int64)
+    column = (tl.program_id(2) * BLOCK_I + tl.arange(0, BLOCK_I)).to(tl.int64)
     total = tl.zeros((BLOCK_O, BLOCK_I), tl.float32)
     for start in range(0, PIECE, BLOCK):
         k = (piece * PIECE + start + tl.arange(0, BLOCK)).to(tl.int64)
@@ -212,7 +212,7 @@ def apply(
     unit, _ = _unit(value, offset, n * on + channel * oc, mine, there, CHANNELS * PLACES, EPS)
     result = unit * factor + shift
     if ACROSS:
-        result = tl.sum(tl.maximum(result, 0.0), 2, keep_dims=True) / 4
+        result = tl.sum(tl.where(result < 0, 0.0, result), 2, keep_dims=True) / 4  # what is not a number stays so
     target = ((n * pictures + b) * groups * CHANNELS + channel) * (PLACES // 4 if ACROSS else PLACES) + tile
     tl.store(out + target, result.to(out.dtype.element_ty), mask=there)
 

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
 from fedveil import forward
@@ -30,7 +29,7 @@ def usable(x: Tensor, groups: int, pooled: bool = False, offset: bool = False) -
         return False
     if pooled and (x.dim() != 4 or x.shape[2] % 2 or x.shape[3] % 2):
         return False
-    held = forward.power(x.shape[1] // groups) * forward.power(x[0, 0].numel())
+    held = forward.power(x.shape[1] // groups) * forward.power(math.prod(x.shape[2:]))
     return held <= GROUP or not (pooled or offset or torch.is_grad_enabled())
 
 
@@ -125,16 +124,42 @@ class _Slope(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, a: Tensor, c: Tensor) -> tuple[Tensor | None, ...]:
         x, offset, weight, bias, g = ctx.saved_tensors
-        by_x, by_g, sums = curved(x, offset, weight, bias, g, a, c, ctx.groups, ctx.eps, ctx.across)
+        by_x, by_g, sums = _Curve.of(x, offset, weight, bias, g, a, c, ctx.groups, ctx.eps, ctx.across)
         by_weight, by_offset = sums.sum(-2).to(weight.dtype).unbind(-2)
         return by_x, None if offset is None else by_offset, by_weight, None, by_g, None, None, None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
         return _Slope.of(*_stacked(info, dims, inputs)), (0, 0)
+
+
+class _Curve(torch.autograd.Function):
+    """`curved`, the derivative of `_Slope`, which has none itself."""
+
+    @staticmethod
+    def of(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return cast(tuple[Tensor, Tensor, Tensor], _Curve.apply(*inputs))  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        result: tuple[Tensor, Tensor, Tensor] = curved(*inputs)
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        raise NotImplementedError(
+            "a group norm in a stack on a GPU has no third derivative; set fedveil.forward.ENABLED to False"
+        )
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        return _Curve.of(*_stacked(info, dims, inputs)), (0, 0, 0)
 
 
 def _made(

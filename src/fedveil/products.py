@@ -19,6 +19,7 @@ from torch.library import custom_op
 from torch.overrides import TorchFunctionMode
 
 from fedveil import forward, norms, windows
+from fedveil.graphs import mutable
 from fedveil.windows import Window
 
 PIECE = 2048  # of a long sum
@@ -42,12 +43,15 @@ class Products(TorchFunctionMode):
         self._conv: tuple[Tensor, Tensor, Tensor] | None = None  # without its bias, and its bias
         self._norm: tuple[Tensor, Callable[..., Tensor]] | None = None
         self._relu: tuple[Tensor, Callable[..., Tensor]] | None = None  # of that norm
+        self._differentiated = torch.is_grad_enabled()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
-        if not args and "input" in given:
+        if torch.is_grad_enabled() != self._differentiated:
+            self._forget()
+        if func in (F.conv2d, torch.conv2d, F.linear, F.avg_pool2d) and not args:
             args = (given.pop("input"),)
         if func in (F.conv2d, torch.conv2d):
             return self._convolution(*args, **given)
@@ -69,7 +73,7 @@ class Products(TorchFunctionMode):
     def _convolution(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *more: Any, **settings: Any
     ) -> Tensor:
-        if not windows.traced or bias is None:
+        if not windows.traced() or bias is None or x.dim() != 4:
             return conv2d(x, weight, bias, *more, **settings)
         bare = conv2d(x, weight, None, *more, **settings)
         self._conv = bare + bias[:, None, None], bare, bias
@@ -79,7 +83,7 @@ class Products(TorchFunctionMode):
         if self._conv and x is self._conv[0]:
             _, x, options["offset"] = self._conv
         result = group_norm(x, *settings, **options)
-        if windows.traced:
+        if windows.traced():
             self._norm = result, partial(group_norm, x, *settings, **options)
         return result
 
@@ -88,7 +92,7 @@ def in_place(func: Callable[..., Any], options: Mapping[str, Any]) -> bool:
     """Whether a function may change what it is given."""
     name = getattr(func, "__name__", "")
     named = name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    return named or bool(options.get("inplace")) or options.get("out") is not None
+    return named or mutable(func) or bool(options.get("inplace")) or options.get("out") is not None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -164,7 +168,7 @@ def group_norm(
 
 def product(w: Tensor, x: Tensor) -> Tensor:
     """W X for W […, o, i] and X […, i, n]."""
-    return _Forward.of(w, x) if torch.is_grad_enabled() or windows.traced else w @ x
+    return _Forward.of(w, x) if torch.is_grad_enabled() or windows.traced() else w @ x
 
 
 class _Product(torch.autograd.Function):

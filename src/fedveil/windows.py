@@ -8,6 +8,7 @@ kernel is the derivative of the other and each result is one sum in a fixed orde
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 BLOCK = 512  # positions a program
-traced = False  # see `tracing`
+_here = threading.local()  # whether a compiler looks on in this thread
 
 
 class Window(NamedTuple):
@@ -56,13 +57,17 @@ def slices(x: Tensor, window: Window) -> Tensor:
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """While a compiler looks on (`traced`): what it throws away costs nothing, and it cannot look into kernels."""
-    global traced
-    traced = True
+    """While a compiler looks on: what it throws away costs nothing, and it cannot look into kernels."""
+    _here.traced = True
     try:
         yield
     finally:
-        traced = False
+        _here.traced = False
+
+
+def traced() -> bool:
+    """Whether a compiler looks on, in this thread."""
+    return getattr(_here, "traced", False)
 
 
 class _Windows(torch.autograd.Function):
