@@ -173,6 +173,13 @@ def test_a_radius_is_measured_on_some_records_of_a_client_that_has_many(monkeypa
     assert crowd.passes == method.steps * 2 * 5
 
 
+def test_a_client_that_left_its_radius_looks_at_no_more_records():
+    task, crowd = (made := task_of(sizes=(12, 9), hands=((0, 1), (1, 2)))), crowd_of(made)
+    method = FedLap(**SMALL, radius=1e-6)  # which the first step leaves
+    method.calibrated(crowd, task.initial, torch.randn(2, 4, 4), torch.tensor([[0, 0, 1, 1], [1, 1, 2, 2]]))
+    assert crowd.passes == 12 + 9
+
+
 def test_a_question_for_other_points_than_belong_to_the_classes_is_refused():
     task, method = task_of(), FedLap(**SMALL)
     with pytest.raises(Refused, match="out of range: 6 points are asked for, 4 belong to it"):

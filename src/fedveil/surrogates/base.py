@@ -128,7 +128,7 @@ class Surrogates(Method):
             slopes, losses = zip(*(task.fast_gradient(weights, *part) for part in parts), strict=True)
             return torch.stack(slopes).sum(0), torch.stack(losses).sum(0)
 
-        taken = descend(weights, start, reach, rates(self.lr, self.steps), gradient)
+        taken, _ = descend(weights, start, reach, rates(self.lr, self.steps), gradient)
         moved: Tensor = torch.linalg.vector_norm(weights[0] - start)
         figures = {"moved": float(moved), "server_steps": float(taken)}
         if self.region != "fixed":
@@ -219,8 +219,8 @@ class Surrogates(Method):
         def gradient(weights: Tensor) -> tuple[Tensor, ...]:
             return task.fast_gradient(weights, images, labels, ones)
 
-        descend(weights, w, self.radius, rates(self.lr, self.steps), gradient, watch)
-        crowd.passes += self.steps * int(mask.sum())
+        _, tried = descend(weights, w, self.radius, rates(self.lr, self.steps), gradient, watch)
+        crowd.passes += int(tried @ mask.sum(1))
         return radii
 
     def likeness(self, crowd: Crowd, w: Tensor, images: Tensor, labels: Tensor) -> Tensor:

@@ -25,18 +25,18 @@ def descend(
     rates: Tensor,
     gradient: Callable[[Tensor], tuple[Tensor, ...]],
     watch: Callable[[Tensor], None] | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """A step of each of `rates` by `weights` [C, d], in place; who is `reach` away from `start` [d] stays there.
 
     `gradient` maps weights [C, d] to the gradient [C, d] and the loss [C] there. A step that does not lower the loss is
     not taken and halves that client's later ones: a rate that suits the first round overshoots in later ones, and a
     small region can end before the loss falls again. `watch` gets the distances [C] after each step. Returns the steps
-    taken, [C].
+    taken and those tried, [C] each.
     """
     away: Tensor = torch.linalg.vector_norm(weights - start, dim=1)
-    taken = torch.zeros_like(away)
+    taken, tried = torch.zeros_like(away), torch.zeros_like(away)
     if not len(rates):
-        return taken
+        return taken, tried
     rates, scale = rates.to(weights), torch.ones_like(away)
     cursor = torch.zeros(1, dtype=torch.int64, device=weights.device)
     slope, loss = (t.clone() for t in gradient(weights))
@@ -52,6 +52,7 @@ def descend(
         scale.copy_(torch.where(within & ~lower, scale / 2, scale))
         away.copy_(torch.linalg.vector_norm(weights - start, dim=1))
         taken.add_(lower)
+        tried.add_(within)
         cursor.add_(1)
         if watch:
             watch(away)
@@ -61,4 +62,4 @@ def descend(
         if not (away < reach).any():
             break
         loop.run(min(CHECKED, len(rates) - first))
-    return taken
+    return taken, tried
