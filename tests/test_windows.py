@@ -4,17 +4,25 @@ interpreter."""
 import os
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import fedveil as fv
 from fedveil import forward, norms, products
+from fedveil import task as task_module
 from fedveil import windows as w
+from fedveil.data import from_tensors
+from fedveil.graphs import compiled
+from fedveil.privacy.dpsgd import _clipped_sum
 from fedveil.products import Products
+from fedveil.surrogates.matching import matched
 from fedveil.windows import Window
 from toys import Fold, Spread
 
@@ -52,6 +60,7 @@ def compare(device):
     compare_windows(device)
     compare_long_sums(device)
     compare_slopes_of_norms(device)
+    compare_steps(device)
     with torch.no_grad():
         compare_convolutions(device)
         compare_norms(device)
@@ -140,6 +149,35 @@ def slopes(layer, *given):
     second = torch.autograd.grad(sum(g.sin().sum() for g in first), given)
     inside = vmap(grad(lambda *each: layer(*each).tanh().square().sum(), tuple(range(len(given)))))
     return out, *first, *second, *inside(*(t.detach() for t in given))
+
+
+def compare_steps(device):
+    """FedLAP's steps as a stack, eager and as a compiler sees them, against a client at a time."""
+    layers = [nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(4, 4), nn.ReLU(), nn.AvgPool2d(2)]
+    layers += [nn.Conv2d(4, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten()]
+    x, y = torch.randn(20, 1, 8, 8), torch.arange(20) % 3
+    data = from_tensors(x, y, x, y)
+    split = fv.split("iid", data, 2, fv.Seed.root(0))
+    task = fv.Task(nn.Sequential(*layers, nn.Linear(24, 3)), data, split, device=device)
+    weights = task.initial + 0.1 * torch.randn(2, task.layout.size, device=device)
+    goal, points, labels = torch.randn_like(weights), task.x.unflatten(0, (2, 10)), task.y.unflatten(0, (2, 10))
+    mask = torch.ones(2, 10, device=device)
+    steps = (
+        (partial(matched, task, 0.1), (weights, points, labels, goal)),
+        (partial(_clipped_sum, task, 0.5), (weights, points, labels, mask)),
+        (task.gradient, (weights, points, labels, mask)),
+    )
+    for step, given in steps:
+        alone = [step(*(t[k : k + 1] for t in given)) for k in range(2)]
+        with pytest.MonkeyPatch.context() as patch:
+            if device == "cpu":
+                patch.setattr(task_module, "nullcontext", Products)
+                patch.setattr(w, "windows", w._Windows.of)
+                patch.setattr(torch, "compile", lambda operations, dynamic: operations)  # which takes a minute
+            stacked, program = step(*given), compiled(step, *given)(*given)
+        for one, other, each in zip(stacked, program, zip(*alone, strict=True), strict=True):
+            assert float((one - torch.cat(each)).norm()) < 1e-3 * float(one.norm())
+            assert float((other - torch.cat(each)).norm()) < 1e-3 * float(one.norm())
 
 
 def compare_norms(device):
