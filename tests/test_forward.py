@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
 
-from fedveil import forward, norms, products, windows
+from fedveil import forward, graphs, norms, products
 from fedveil.products import Products
 
 
@@ -119,6 +119,6 @@ def test_the_kernels_are_for_gpus_without_gradients_and_without_a_compiler_that_
         assert not forward.usable(x)
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
         assert forward.usable(x)
-        with windows.tracing():
+        with graphs.tracing():
             assert not forward.usable(x)
     assert not forward.usable(x)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import vmap
 
-from fedveil import norms, windows
+from fedveil import graphs, norms
 from fedveil.products import Products
 
 BLOCKS = {
@@ -102,7 +102,7 @@ def slopes(model, x, traced):
     def one(*given):
         return torch.func.functional_call(model, dict(zip(weights, given, strict=False)), (given[-1],))
 
-    with windows.tracing() if traced else nullcontext():
+    with graphs.tracing() if traced else nullcontext():
         out = vmap(one)(*given).tanh()
     first = torch.autograd.grad(out.square().sum(), given, create_graph=True, allow_unused=True)
     second = torch.autograd.grad(sum(g.sin().sum() for g in first if g is not None), given, allow_unused=True)
@@ -249,7 +249,7 @@ def test_other_functions_are_called_as_they_were():
 
 
 def test_a_compiler_looks_on_in_one_thread():
-    with windows.tracing(), ThreadPoolExecutor(1) as other:
-        assert windows.traced()
-        assert not other.submit(windows.traced).result()
-    assert not windows.traced()
+    with graphs.tracing(), ThreadPoolExecutor(1) as other:
+        assert graphs.traced()
+        assert not other.submit(graphs.traced).result()
+    assert not graphs.traced()

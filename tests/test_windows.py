@@ -15,7 +15,7 @@ from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fedveil as fv
-from fedveil import forward, norms, products
+from fedveil import forward, graphs, norms, products
 from fedveil import task as task_module
 from fedveil import windows as w
 from fedveil.data import from_tensors
@@ -258,7 +258,7 @@ def test_while_a_compiler_looks_on_windows_are_kernels(how, monkeypatch):
         (first,) = torch.autograd.grad((vmap(made)(x) ** 3).sum(), x, create_graph=True)
         return torch.autograd.grad((first**2).sum(), x)[0]
 
-    with w.tracing():
+    with graphs.tracing():
         program = make_fx(lambda x: slope(lambda t: w._Windows.of(t, window), x), tracing_mode="fake")(x)
     operators = [node.target for node in program.graph.nodes]
     assert operators.count(torch.ops.fedveil.folded.default) == 2

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from fedveil import windows
+from fedveil.graphs import traced
 from fedveil.windows import Window, kernels
 
 ENABLED = True  # set to False for products of windows and PyTorch's group norm: what a benchmark compares with
@@ -26,7 +26,7 @@ DEPTH = 64  # channels it reads at a time, at most
 
 def usable(x: Tensor) -> bool:
     """Whether these kernels may stand in for layers that can be differentiated."""
-    return ENABLED and x.is_cuda and not (torch.is_grad_enabled() or windows.traced()) and kernels() is not None
+    return ENABLED and x.is_cuda and not (torch.is_grad_enabled() or traced()) and kernels() is not None
 
 
 def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:

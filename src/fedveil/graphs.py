@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from fedveil.windows import tracing
-
 ENABLED = True  # set to False to run every step eagerly: what a benchmark compares with
 COMPILED = False  # set to True to compile what is `Fused`
 PROGRAMS = 8  # of one step, each for its shapes; with more shapes than that compiling would never end
@@ -25,6 +24,8 @@ observer: Observer | None = None  # of every loop in this process; called from t
 announcer: Callable[[str], None] | None = None  # called with what is about to take long and has no steps
 OFTEN = 0.5  # seconds between two calls, or less
 QUEUED = 16  # replays before the first: it waits for the GPU, and a short schedule should not
+
+_here = threading.local()  # whether a compiler looks on in this thread
 
 
 @contextmanager
@@ -125,6 +126,21 @@ def compiled(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> C
         warnings.warn(f"a step runs uncompiled: {reason}", stacklevel=3)
         return function
     return program
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """While a compiler looks on: what it throws away costs nothing, and it cannot look into kernels."""
+    _here.traced = True
+    try:
+        yield
+    finally:
+        _here.traced = False
+
+
+def traced() -> bool:
+    """Whether a compiler looks on, in this thread."""
+    return getattr(_here, "traced", False)
 
 
 def join(operations: GraphModule) -> None:

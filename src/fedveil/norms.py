@@ -66,10 +66,8 @@ class _Norm(torch.autograd.Function):
         return cast(Tensor, _Norm.apply(*inputs))  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def forward(
-        x: Tensor, offset: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, across: int
-    ) -> Tensor:
-        result: Tensor = normalised(x, offset, weight, bias, groups, eps, across)
+    def forward(*inputs: Any) -> Tensor:
+        result: Tensor = normalised(*inputs)
         return result
 
     @staticmethod
@@ -105,17 +103,8 @@ class _Slope(torch.autograd.Function):
         return cast(tuple[Tensor, Tensor], _Slope.apply(*inputs))  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        offset: Tensor | None,
-        weight: Tensor,
-        bias: Tensor,
-        g: Tensor,
-        groups: int,
-        eps: float,
-        across: int,
-    ) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = sloped(x, offset, weight, bias, g, groups, eps, across)
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = sloped(*inputs)
         return result
 
     @staticmethod

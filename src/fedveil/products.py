@@ -19,7 +19,7 @@ from torch.library import custom_op
 from torch.overrides import TorchFunctionMode
 
 from fedveil import forward, norms, windows
-from fedveil.graphs import mutable
+from fedveil.graphs import mutable, traced
 from fedveil.windows import Window
 
 PIECE = 2048  # of a long sum
@@ -73,7 +73,7 @@ class Products(TorchFunctionMode):
     def _convolution(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *more: Any, **settings: Any
     ) -> Tensor:
-        if not windows.traced() or bias is None or x.dim() != 4:
+        if not traced() or bias is None or x.dim() != 4:
             return conv2d(x, weight, bias, *more, **settings)
         bare = conv2d(x, weight, None, *more, **settings)
         self._conv = bare + bias[:, None, None], bare, bias
@@ -83,7 +83,7 @@ class Products(TorchFunctionMode):
         if self._conv and x is self._conv[0]:
             _, x, options["offset"] = self._conv
         result = group_norm(x, *settings, **options)
-        if windows.traced():
+        if traced():
             self._norm = result, partial(group_norm, x, *settings, **options)
         return result
 
@@ -168,7 +168,7 @@ def group_norm(
 
 def product(w: Tensor, x: Tensor) -> Tensor:
     """W X for W […, o, i] and X […, i, n]."""
-    return _Forward.of(w, x) if torch.is_grad_enabled() or windows.traced() else w @ x
+    return _Forward.of(w, x) if torch.is_grad_enabled() or traced() else w @ x
 
 
 class _Product(torch.autograd.Function):
@@ -188,7 +188,7 @@ class _Product(torch.autograd.Function):
             m.expand(info.batch_size, *m.shape) if d is None else m.movedim(d, 0)
             for m, d in zip(matrices, dims, strict=True)
         )
-        return cls.of(aligned(a, b), aligned(b, a)), 0
+        return cls.of(aligned(a, b), aligned(b, a)), 0  # so that all derivatives share one copy
 
 
 def aligned(m: Tensor, other: Tensor) -> Tensor:

@@ -8,9 +8,7 @@ kernel is the derivative of the other and each result is one sum in a fixed orde
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -20,7 +18,6 @@ from torch import Tensor
 from torch.library import custom_op
 
 BLOCK = 512  # positions a program
-_here = threading.local()  # whether a compiler looks on in this thread
 
 
 class Window(NamedTuple):
@@ -53,21 +50,6 @@ def slices(x: Tensor, window: Window) -> Tensor:
         for j in range(window.kw)
     ]
     return torch.stack(shown, -3).movedim(-5, -3).flatten(-3).flatten(-3, -2)  # [I, kh·kw, B, rows, columns] before
-
-
-@contextmanager
-def tracing() -> Iterator[None]:
-    """While a compiler looks on: what it throws away costs nothing, and it cannot look into kernels."""
-    _here.traced = True
-    try:
-        yield
-    finally:
-        _here.traced = False
-
-
-def traced() -> bool:
-    """Whether a compiler looks on, in this thread."""
-    return getattr(_here, "traced", False)
 
 
 class _Windows(torch.autograd.Function):
