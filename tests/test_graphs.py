@@ -126,6 +126,15 @@ def test_a_sum_of_two_large_products_is_one_product() -> None:
     torch.testing.assert_close(result, (a @ b + c @ d).sin())
 
 
+def test_what_is_compiled_is_joined_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(torch, "compile", lambda operations, dynamic: seen.append(operations) or operations)
+    a, b = torch.randn(3, 40, 2), torch.randn(3, 2, 50)
+    (found,) = graphs.compiled(lambda a, b: (a @ b + (2 * a) @ b,), a, b)(a, b)
+    assert len(seen[0].graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)) == 1
+    torch.testing.assert_close(found, 3 * (a @ b))
+
+
 def test_of_three_products_two_are_joined() -> None:
     a, b = torch.randn(3, 40, 2), torch.randn(3, 2, 50)
     left, result = joined(lambda a, b: a @ b + (2 * a) @ b + (3 * a) @ b, a, b)

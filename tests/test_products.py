@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import vmap
 
-from fedveil import products
+from fedveil import graphs, products
 from fedveil.products import Products
 
 SETTINGS = [
@@ -113,3 +113,45 @@ def test_weights_at_odd_addresses_are_copied_where_that_is_cheap(monkeypatch):
         torch.testing.assert_close(result, flat[:, :20].view(3, 4, 5) @ x)
         (found,) = torch.autograd.grad(result.sum(), flat)
         torch.testing.assert_close(found[:, :20].view(3, 4, 5), x.sum(-1)[:, None].expand(-1, 4, -1))
+
+
+@pytest.mark.parametrize("kind", [products._Forward, products._Outer, products._Back])
+def test_matrices_at_odd_addresses_are_copied_in_derivatives_too(kind, monkeypatch):
+    """What comes back from a stack of gradients lies as weights do, and no `vmap` sees it."""
+    seen = []
+    monkeypatch.setattr(products, "aligned", lambda m, other: seen.append(m) or m)
+    a, b = torch.randn(2, 4, 4), torch.randn(2, 4, 4)
+    kind.forward(a, b)
+    assert [m is t for m, t in zip(seen, (a, b), strict=True)] == [True, True]
+
+
+def test_what_a_compiler_sees_is_aligned_without_gradients_too(monkeypatch):
+    seen = []
+    monkeypatch.setattr(products._Forward, "of", lambda w, x, own=products._Forward.of: seen.append(1) or own(w, x))
+    with torch.no_grad():
+        products.product(torch.ones(2, 3), torch.ones(3, 4))
+        assert not seen
+        with graphs.tracing():
+            products.product(torch.ones(2, 3), torch.ones(3, 4))
+    assert seen
+
+
+def test_long_sums_in_single_precision_are_a_kernel_on_a_gpu(monkeypatch):
+    calls = []
+
+    def parts(y, x):
+        calls.append(y.shape)
+        return torch.stack([part @ other.mT for part, other in zip(y.chunk(3, -1), x.chunk(3, -1), strict=True)], -3)
+
+    monkeypatch.setattr(products, "parts", parts)
+    monkeypatch.setattr(products.windows, "kernels", object)
+    long, short = (torch.randn(2, 3, 700), torch.randn(2, 4, 700)), (torch.randn(2, 3, 100), torch.randn(2, 4, 100))
+    want = [y @ x.mT for y, x in (long, short)]
+    products._Outer.forward(*long)
+    assert not calls  # no GPU
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    products._Outer.forward(*(t.double() for t in long))
+    assert not calls
+    got = [products._Outer.forward(*given) for given in (long, short)]
+    assert calls == [(2, 3, 700)]
+    torch.testing.assert_close(got, want)
