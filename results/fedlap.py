@@ -136,15 +136,17 @@ def main() -> None:
     chosen = parser.parse_args()
     if unknown := sorted(set(chosen.parts) - set(RUNS)):
         parser.error(f"there is no part {unknown[0]}; use {', '.join(RUNS)}")
+    wanted = [(part, [run for run in RUNS[part] if chosen.only in run.name]) for part in chosen.parts or RUNS]
+    if not any(runs for _, runs in wanted):
+        parser.error(f"no run of {', '.join(chosen.parts or RUNS)} has '{chosen.only}' in its name")
     directory, threads = data.files.data_directory(chosen.data_dir), torch.get_num_threads()
     device = recipe.pick_device(chosen.device)
     where = Where(str(directory), device, None, None, threads, False, False, compile=chosen.compile)
     bench = Bench(chosen.out, where, chosen.toy, {})
-    for part in chosen.parts or RUNS:
+    for part, runs in wanted:
         began = time.monotonic()
-        for run in RUNS[part]:
-            if chosen.only in run.name:
-                bench.train(run)
+        for run in runs:
+            bench.train(run)
         print(f"{part}: {time.monotonic() - began:.1f} s", flush=True)
 
 
