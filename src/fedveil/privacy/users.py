@@ -15,8 +15,6 @@ is 1.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,6 +25,7 @@ from fedveil.clients import Crowd
 from fedveil.privacy.account import Account, Promise
 from fedveil.privacy.accountant import Noised
 from fedveil.privacy.dpsgd import clipped, normal
+from fedveil.privacy.skellam import SumNoise
 from fedveil.seeds import Seed
 from fedveil.task import Task
 
@@ -45,6 +44,7 @@ class UserLevel(Promise):
     key: ClassVar[str] = "user_privacy"
 
     where: str = "sum"
+    colluders: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,14 +66,17 @@ class UserLevel(Promise):
         noise = normal(secret.child("noise"), updates.shape[1]) * (self.noise * self.clip)
         return clipped(updates, self.clip).sum(0) + noise.to(updates)
 
-    def noised(self, crowd: Crowd, updates: Tensor, among: Sequence[int]) -> Tensor:
-        """Each client's update [C, d], cut, with noise of which so many clients' sum has deviation σC or more."""
-        drawn = [
-            normal(secret.child("noise"), updates.shape[1]) * (self.noise * self.clip / math.sqrt(n))
-            for secret, n in zip(crowd.secrets("user privacy"), among, strict=True)
-        ]
-        return clipped(updates, self.clip) + torch.stack(drawn).to(updates)
+    def noised(self, crowd: Crowd, updates: Tensor) -> Tensor:
+        """Each client's update [C, d], clipped, with noise of its own."""
+        drawn = [normal(secret.child("noise"), updates.shape[1]) for secret in crowd.secrets("user privacy")]
+        return clipped(updates, self.clip) + (torch.stack(drawn) * (self.noise * self.clip)).to(updates)
 
-    def reach(self, among: int) -> float:
-        """The largest magnitude in what one of so many clients sends."""
-        return self.clip * (1 + TAIL * self.noise / math.sqrt(among))
+    @property
+    def reach(self) -> float:
+        """The largest magnitude in what a client sends that noises its own update."""
+        return self.clip * (1 + TAIL * self.noise)
+
+    @property
+    def sum_noise(self) -> SumNoise:
+        """What clients add inside a secure sum."""
+        return SumNoise(self.noise, self.colluders)

@@ -18,9 +18,8 @@ from fedveil.federation import About, Answers, Cohort, Method, Sampling, State
 from fedveil.local import Local, full_gradient, full_work
 from fedveil.message import Answer, Question, Refused, Size
 from fedveil.privacy.account import Account
-from fedveil.privacy.dpsgd import DpSgd
+from fedveil.privacy.dpsgd import DpSgd, clipped
 from fedveil.privacy.secagg import SecureSum
-from fedveil.privacy.summand import fewest
 from fedveil.privacy.users import UserLevel
 from fedveil.server import Merge, Server, ServerState
 from fedveil.steps import Follow
@@ -146,6 +145,11 @@ class FedAvg(Method):
         return bool(self.user_privacy and self.user_privacy.where == "sum" and not self.secure)
 
     @property
+    def jointly(self) -> bool:
+        """Whether it is the clients who make the sum private, with a share of the noise each."""
+        return bool(self.user_privacy and self.user_privacy.where == "sum" and self.secure)
+
+    @property
     def unweighted(self) -> bool:
         """Whether clients count the same: how many records one has is private."""
         return bool(self.privacy or self.user_privacy)
@@ -172,13 +176,14 @@ class FedAvg(Method):
 
     @property
     def summing(self) -> SecureSum | None:
-        """How sums are taken. Codes and noised updates have a range of their own, whatever is said of updates."""
-        how = self.secure
+        """How sums are taken. Codes and private updates have a range of their own, whatever is said of updates."""
+        how, private = self.secure, self.user_privacy
         if how and self.codes:
             how = dataclasses.replace(how, clip=self.codes.reach)
-        elif how and self.user_privacy:
-            among = how.least if self.user_privacy.where == "sum" else 1
-            how = dataclasses.replace(how, clip=self.user_privacy.reach(among))
+        elif how and private and private.where == "sum":
+            return dataclasses.replace(how, clip=private.clip).noised(private.sum_noise)
+        elif how and private:
+            how = dataclasses.replace(how, clip=private.reach)
         return how.even() if how and self.unweighted else how
 
     # ------------------------------------------------------------------------------------------------ privacy
@@ -203,15 +208,15 @@ class FedAvg(Method):
         return self.local.batch, self.local.private_steps(largest)
 
     def released(self, crowd: Crowd, w: Tensor) -> Tensor:
-        """Each client's update after training from `w` [d] as it may leave, [C, d]: charged and noised where it has to
-        be. Whatever comes after looks at this and not at the records, so it costs nothing."""
+        """Each client's update after training from `w` [d] as it may leave, [C, d]: charged and, where it has to be,
+        noised, or clipped for the noise that the secure sum adds. Whatever comes after looks at this and not at the
+        records, so it costs nothing."""
         if price := self.price(crowd.task):
             crowd.charge(price)
         updates = self.update(crowd, w)
-        if self.user_privacy and not self.trusted:
-            among = fewest(crowd) if self.user_privacy.where == "sum" else [1] * len(crowd)
-            updates = self.user_privacy.noised(crowd, updates, among)
-        return updates
+        if not self.user_privacy or self.trusted:
+            return updates
+        return clipped(updates, self.user_privacy.clip) if self.jointly else self.user_privacy.noised(crowd, updates)
 
     # ------------------------------------------------------------------------------------------------ the server
 
@@ -230,7 +235,7 @@ class FedAvg(Method):
             return mean / share
         if self.summing and up.payload.sums:
             total = cohort.ask_sum(question, self.summing)
-            if self.user_privacy and self.user_privacy.where == "sum":
+            if self.jointly:
                 return (total.totals["update"] / cohort.expected).float().to(base.device)
             return total.mean("update").to(base.device)
         if self.user_privacy and self.trusted:
