@@ -455,6 +455,7 @@ class Federation:
             state = self.method.round(state, cohort)
         except BelowQuorum as error:
             row.events.append(f"below quorum: {error}; the weights stay as they were")
+        row.events += getattr(self.engine, "events", list)()  # an engine may have some of its own
         if number % self.evaluate_every == 0 or number == rounds:
             row.metrics.update(self.task.evaluate(state.weights))
         for name in [name for name, value in row.metrics.items() if not math.isfinite(value)]:
