@@ -1,5 +1,6 @@
 """The Flower engine on a grid in this process: what crosses, what is kept, and nodes that misbehave."""
 
+import json
 import re
 import sys
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import fedveil as fv
 from engines.grids import Nodes, made
 from fedveil import cli, message
 from fedveil.engines import Local
-from fedveil.engines.flower import Flower, client_app, wire
+from fedveil.engines.flower import Claims, Flower, Roster, Seat, client_app, wire
 from fedveil.engines.flower import app as client_side
 from fedveil.message import Envelope
 from fedveil.runs import RunFolder
@@ -107,7 +108,7 @@ class Secretive(Twice):
     def first(self, crowd, question):
         answers = super().first(crowd, question)
         for note in crowd.notes:
-            note["own"] = (note["own"],)
+            note["own"] = ("never to be written",)
         return answers
 
 
@@ -121,7 +122,7 @@ def test_a_note_of_another_type_is_a_secret_that_leaves_no_process(deployed, tmp
         "refused: lost state: 'own' of round 1 is gone"
     }
     for file in tmp_path.glob("*/*.fv"):
-        assert b"own" not in file.read_bytes()
+        assert b"never" not in file.read_bytes()
 
 
 @dataclass(frozen=True)
@@ -277,48 +278,227 @@ def test_a_deadline_is_real_in_a_deployment_only(simulated, tmp_path):
 # ---------------------------------------------------------------------------------------------------- nodes
 
 
-def test_clients_are_found_by_their_partition_and_found_again_after_they_moved():
-    class Moving(Nodes):
+def engine_on(grid, told=(), simulated=True, **more):
+    return Flower(grid, poll=0.001, tell=list(told).append, simulated=simulated, **more)
+
+
+def test_a_node_that_left_keeps_its_number_and_is_asked_again_when_it_is_back():
+    class Leaving(Nodes):
         def push_messages(self, messages):
             numbers = super().push_messages(messages)
             if len(self.questions) == 3 and 1000 in self.contexts:  # after the first round
-                del self.contexts[1000]
-                self.join(0, 5)
+                self.away = self.contexts.pop(1000)
+                self.join(0, 5)  # another key, which says that it is client 0 too
+            elif len(self.questions) == 5:
+                self.contexts[1000] = self.away
             return numbers
 
     task = linear_task(3)
-    grid = Moving(client_app(made(task, fv.Scaffold())), range(3))
-    result = fv.run(task, fv.Scaffold(), rounds=3, cohort=3, engine=Flower(grid, poll=0.001, simulated=True))
-    assert not any(row.missing for row in result.ledger.rows)
-    assert {q.metadata.dst_node_id for q in grid.questions[3:]} == {5, 993, 986}
+    grid = Leaving(client_app(made(task, fv.Scaffold())), range(3))
+    result = fv.run(task, fv.Scaffold(), rounds=3, cohort=3, engine=engine_on(grid))
+    rows = result.ledger.rows
+    assert [row.missing for row in rows] == [{}, {"0": "failed: no Flower node is client 0"}, {}]
+    (named,) = (event for row in rows for event in row.events)
+    assert "Flower node 5 says that it is client 0, but node 1000 said so first" in named
+    assert rows[1].events == [named]
+    assert {q.metadata.dst_node_id for q in grid.questions[5:]} == {1000, 993, 986}
+    assert 5 not in {q.metadata.dst_node_id for q in grid.questions}
 
 
-def test_a_partition_without_a_node_is_missing():
+def test_a_client_without_a_node_is_missing():
     task = linear_task(3)
     grid = Nodes(client_app(made(task, fv.FedAvg())), range(2))
-    result = fv.run(task, fv.FedAvg(), rounds=1, cohort=3, engine=Flower(grid, nodes=2, poll=0.001, simulated=True))
-    assert result.ledger.rows[0].missing == {"2": "failed: no Flower node says that it is partition 2"}
+    result = fv.run(task, fv.FedAvg(), rounds=1, cohort=3, engine=engine_on(grid, nodes=2))
+    assert result.ledger.rows[0].missing == {"2": "failed: no Flower node is client 2"}
 
 
 def test_too_few_nodes_are_waited_for_and_then_said():
     task, told = linear_task(3), []
     grid = Nodes(client_app(made(task, fv.FedAvg())), range(2))
-    with pytest.raises(TimeoutError, match=r"2 of 3 Flower nodes were there after 0.1 s"):
+    grid.join(1, 4)
+    with pytest.raises(TimeoutError, match=r"2 of 3 Flower nodes were there after 0.1 s.*node 993 says .* first"):
         fv.run(task, fv.FedAvg(), rounds=1, cohort=3, engine=Flower(grid, 0.1, poll=0.01, tell=told.append))
 
 
-def test_a_node_that_claims_anothers_partition_gets_no_question():
-    task, told = linear_task(3), []
+# ---------------------------------------------------------------------------------------------------- who is who
+
+
+def claimed(tmp_path, claims, join=(), rounds=1, partitions=range(3)):
+    """A deployed run of three clients on nodes 1000, 993 and 986, and others that join with a number each."""
+    task = linear_task(3)
+    grid = Nodes(client_app(made(task, fv.FedAvg()), lambda context: tmp_path / str(context.node_id)), partitions)
+    for node, partition in join:
+        grid.join(partition, node)
+    engine = Flower(grid, nodes=1, poll=0.001, tell=lambda _: None, claims=claims)
+    result = fv.run(task, fv.FedAvg(), rounds=rounds, cohort=3, engine=engine)
+    return result.ledger.rows, {(q.metadata.dst_node_id, number(q)) for q in grid.questions}
+
+
+def number(question):
+    return message.envelope(question.content[wire.OURS]["frame"])[1].client
+
+
+OWN = {(1000, 0), (993, 1), (986, 2)}
+
+
+def test_a_second_claimant_is_never_asked_and_is_named_in_the_ledger(tmp_path):
+    task = linear_task(3)
     grid = Nodes(client_app(made(task, fv.FedAvg())), range(3))
-    engine = Flower(grid, poll=0.001, tell=told.append, simulated=True)
+    engine = engine_on(grid)
     engine.open(made(task, fv.FedAvg()).clients)
     grid.join(1, 4)
     grid.join(99, 5)
-    result = fv.run(task, fv.FedAvg(), rounds=1, cohort=3, engine=engine)
-    assert not result.ledger.rows[0].missing
+    result = fv.run(task, fv.FedAvg(), rounds=2, cohort=3, engine=engine)
+    first, second = result.ledger.rows
+    assert not first.missing
     assert {q.metadata.dst_node_id for q in grid.questions} == {1000, 993, 986}
-    assert any("says that it is partition 1, and so did node 993" in line for line in told)
-    assert any("partition 99, which no client of this run is" in line for line in told)
+    assert sorted(event.partition("; ")[0] for event in first.events) == [
+        "Flower node 4 says that it is client 1, but node 993 said so first",
+        "Flower node 5 says that it is client 99, but this run has 3, from 0",
+    ]
+    assert second.events == []  # once is enough
+
+
+def test_a_first_claim_stays_for_good_over_a_restart_of_the_server(tmp_path):
+    kept = tmp_path / "nodes.json"
+    claimed(tmp_path, Claims(kept=kept))
+    assert json.loads(kept.read_text()) == {"0": 1000, "1": 993, "2": 986}
+    # the first process is gone, and so is node 1000; node 4, with a lower id, says that it is client 0
+    rows, asked = claimed(tmp_path, Claims(kept=kept), [(4, 0)], partitions=(1, 2))
+    assert asked == OWN - {(1000, 0)}
+    assert rows[0].missing == {"0": "failed: no Flower node is client 0"}
+    assert "node 4 says that it is client 0, but node 1000 said so first" in rows[0].events[0]
+
+
+def test_a_key_is_one_client_and_no_other(tmp_path):
+    kept = tmp_path / "nodes.json"
+    claimed(tmp_path, Claims(kept=kept), partitions=(0,))
+    rows, asked = claimed(tmp_path, Claims(kept=kept), [(1000, 2)], partitions=(1,))
+    assert asked == {(993, 1)}
+    assert rows[0].events == [
+        "Flower node 1000 says that it is client 2, but its key is client 0's; start it with partition-id=0"
+    ]
+
+
+def roster(path, **nodes):
+    Roster({int(name[1:]): Seat(node, f"SHA256:{node}") for name, node in nodes.items()}).write(path)
+    return Claims(path, path.with_name("nodes.json"))
+
+
+def test_the_roster_decides_whoever_comes_first(tmp_path):
+    rows, asked = claimed(tmp_path, roster(tmp_path / "r.json", k0=1000, k1=993), [(4, 0), (3, 1)])
+    assert asked == {(1000, 0), (993, 1)}
+    assert rows[0].missing == {"2": "failed: no Flower node is client 2"}
+    assert sorted(event.partition("; ")[0] for event in rows[0].events) == [
+        "Flower node 3 says that it is client 1, but by the roster that is node 993",
+        "Flower node 4 says that it is client 0, but by the roster that is node 1000",
+        "Flower node 986 says that it is client 2, but by the roster nobody is",
+    ]
+    assert not (tmp_path / "nodes.json").exists()
+
+
+def test_a_change_of_the_roster_counts_at_the_next_question(tmp_path):
+    path, task = tmp_path / "r.json", linear_task(3)
+    claims = roster(path, k0=1000, k1=993, k2=986)
+    grid = Nodes(client_app(made(task, fv.FedAvg()), lambda c: tmp_path / str(c.node_id)), range(3))
+    grid.join(0, 4)
+
+    def change(row):
+        roster(path, **[{"k1": 993}, {"k0": 4, "k1": 993}, {}, {}][row.round - 1])
+
+    engine = Flower(grid, nodes=3, poll=0.001, tell=lambda _: None, claims=claims)
+    result = fv.run(task, fv.FedAvg(), rounds=4, cohort=3, engine=engine, observer=change)
+    assert [sorted(row.up) for row in result.ledger.rows] == [["0", "1", "2"], ["1"], ["0", "1"], []]
+    to_first = [q.metadata.dst_node_id for q in grid.questions if number(q) == 0]
+    assert to_first == [1000, 4]
+
+
+def test_a_roster_that_disappears_or_is_damaged_lets_nobody_in(tmp_path):
+    path = tmp_path / "r.json"
+    claims = roster(path, k0=1000)
+    assert claims.bound() == {0: 1000}
+    path.write_text('{"clients": {"0": "mine"}}')
+    with pytest.raises(ValueError, match=r"r\.json is not a roster: .*; restore it from a backup"):
+        claims.bound()
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        claims.refusal(0, 4)
+
+
+def test_the_question_that_a_node_answers_cannot_be_guessed_by_another(tmp_path):
+    """Flower takes an answer from whoever knows the question's id, a hash of its contents."""
+    _, grid, _ = on_flower(fv.FedAvg(), tmp_path)
+    assert len({q.content[wire.OURS]["nonce"] for q in grid.questions}) == len(grid.questions) == 6
+
+
+# ---------------------------------------------------------------------------------------------------- versions
+
+
+class Aged(Nodes):
+    """Node 993 runs another version: what it is told and what it says is as that version has it."""
+
+    def __init__(self, app, partitions, version, format):
+        super().__init__(app, partitions)
+        self.theirs = {"version": version, "format": format}
+
+    def push_messages(self, messages):
+        (asked,) = messages
+        if asked.metadata.dst_node_id != 993:
+            return super().push_messages(messages)
+        with pytest.MonkeyPatch.context() as patch:
+            if self.theirs["version"]:
+                patch.setattr(fv, "__version__", self.theirs["version"])
+                patch.setattr(message, "VERSION", self.theirs["format"])
+                return super().push_messages(messages)
+        asked_before = Message(wire.content({}), reply_to=grid_question(asked))
+        reply = Message(wire.content({"partition": 1}), reply_to=asked_before)
+        self.replies[str(len(self.replies))] = reply
+        return [str(len(self.replies) - 1)]
+
+
+@pytest.mark.parametrize(
+    ("version", "format", "runs"),
+    [
+        ("9.8.7", message.VERSION, f"fedveil 9.8.7 (message format {message.VERSION})"),
+        (fv.__version__, 77, f"fedveil {fv.__version__} (message format 77)"),
+        ("", 0, "a fedveil too old to say its version"),
+    ],
+)
+def test_a_client_of_another_version_is_refused_by_name_at_the_first_message(version, format, runs, tmp_path):
+    task, told = linear_task(3), []
+    app = client_app(made(task, fv.FedAvg()), lambda context: tmp_path / str(context.node_id))
+    grid = Aged(app, range(3), version, format)
+    engine = Flower(grid, nodes=2, poll=0.001, tell=told.append)
+    (row,) = fv.run(task, fv.FedAvg(), rounds=1, cohort=3, engine=engine).ledger.rows
+    ours = f"the server runs fedveil {fv.__version__} (message format {message.VERSION})"
+    why = f"wrong version: client 1 runs {runs}, {ours}; install the same version of fedveil on both"
+    assert row.events == told == [f"Flower node 993 is not asked: {why}"]
+    assert row.missing == {"1": f"refused: {why}"}
+    assert {q.metadata.dst_node_id for q in grid.questions} == {1000, 986}
+
+
+@pytest.mark.parametrize("kind", ["query", "train"])
+@pytest.mark.parametrize("theirs", [{}, {"version": "9.8.7", "format": message.VERSION}])
+def test_a_client_refuses_a_server_of_another_version_and_says_so(theirs, kind, tmp_path, caplog):
+    grid = Nodes(client_app(made(linear_task(3), fv.FedAvg()), lambda c: tmp_path), [1])
+    (node,) = grid.get_node_ids()
+    values = theirs if kind == "query" else {"frame": train(), **theirs}
+    (reply,) = grid.send_and_receive([Message(ours(**values), node, kind)])
+    said = caplog.text if kind == "query" else reply.content[wire.OURS]["problem"]
+    runs = "fedveil 9.8.7 (message format" if theirs else "a fedveil too old to say its version"
+    assert f"wrong version: the server runs {runs}" in said
+    assert f"client 1 runs fedveil {fv.__version__}" in said
+    assert "; install the same version of fedveil on both" in said
+    with pytest.raises(message.Refused):  # a server of before versions were sent asks nobody without it
+        wire.take(reply, "partition", int)
+
+
+def test_a_version_from_outside_is_fit_for_a_terminal():
+    said = Message(ours(version="\x1b[2J" + "9" * 999, format=1), 5, "query")
+    with pytest.raises(message.Refused) as refused:
+        wire.agree(said, "client 1", "the server")
+    assert "client 1 runs fedveil ?[2J999" in str(refused.value)
+    assert len(str(refused.value)) < 300
 
 
 # ---------------------------------------------------------------------------------------------------- the client's side
@@ -328,7 +508,7 @@ def asked(frame, tmp_path, method=None, partition=1):
     """What a deployed client says to some bytes."""
     grid = Nodes(client_app(made(linear_task(3), method or fv.FedAvg()), lambda c: tmp_path), [partition])
     (node,) = grid.get_node_ids()
-    (reply,) = grid.send_and_receive([Message(ours(frame=frame), node, "train")])
+    (reply,) = grid.send_and_receive([Message(ours(frame=frame, **wire.versions()), node, "train")])
     return reply.content[wire.OURS]
 
 

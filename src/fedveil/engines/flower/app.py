@@ -36,7 +36,14 @@ def client_app(clients: Make, memory: Callable[[Context], Path] | None = None) -
 
     @app.query()
     def partition(message: Message, context: Context) -> Message:
-        return Message(wire.content({"partition": _partition(context)}), reply_to=message)
+        own = _partition(context)
+        values = {"client": own, **wire.versions()}
+        try:
+            wire.agree(message, "the server", f"client {own}")
+            values["partition"] = own  # a server that does not know of versions asks nobody without it
+        except Refused as error:
+            _log.error("%s", error)
+        return Message(wire.content(values), reply_to=message)
 
     @app.train()
     def answer(message: Message, context: Context) -> Message:
@@ -55,6 +62,7 @@ def _answer(
     message: Message, context: Context, make: Make, memory: Callable[[Context], Path] | None
 ) -> tuple[Reply, bytes]:
     """The reply, and in a simulation what the client keeps."""
+    wire.agree(message, "the server", f"client {_partition(context)}")  # a node may be upgraded between two rounds
     frame = wire.take(message, "frame", bytes)
     if make not in _made:
         _made.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,15 +14,16 @@ from flwr.serverapp import Grid
 from fedveil.clients import Clients, Letter, Reply
 from fedveil.engines import kept
 from fedveil.engines.flower import wire
+from fedveil.engines.flower.claims import Claims
 from fedveil.message import Refused
 
-LEARNING = 60.0  # seconds a node has to say which partition it is
+LEARNING = 60.0  # seconds a node has to say which client it is
 TOLD_EVERY = 5.0  # seconds
 note = logging.getLogger("fedveil").info
 
 
 class Flower:
-    """Carries questions to the nodes of a Flower grid; client k is the node that is partition k.
+    """Carries questions to the nodes of a Flower grid; client k is the node to which `claims` binds that number.
 
     grid:      what Flower gives to a server app
     patience:  seconds to wait for nodes, and for answers where the run has no deadline
@@ -30,6 +32,7 @@ class Flower:
     tell:      called with a sentence while nodes are waited for
     simulated: what clients keep travels with the messages, what they measure is taken, and time limits are not real
     alive:     called while answers are waited for; raises if there is nobody left to give them
+    claims:    which node is which client; by default the first to say so, as long as the engine is used
     """
 
     def __init__(
@@ -42,12 +45,16 @@ class Flower:
         tell: Callable[[str], object] = note,
         simulated: bool = False,
         alive: Callable[[], object] = lambda: None,
+        claims: Claims | None = None,
     ) -> None:
         self.grid, self.patience, self.nodes, self.poll, self.tell = grid, patience, nodes, poll, tell
-        self.simulated, self.alive = simulated, alive
+        self.simulated, self.alive, self.claims = simulated, alive, claims or Claims()
         self._clients: Clients | None = None
         self._kept: dict[int, bytes] = {}
-        self._node: dict[int, int] = {}  # partition -> node id
+        self._node: dict[int, int] = {}  # client -> the node that may be asked for it
+        self._refused: dict[int, str] = {}  # node -> why it is not asked
+        self._unfit: dict[int, str] = {}  # client -> why its own node is not asked
+        self._events: list[str] = []
 
     def open(self, clients: Clients) -> None:
         """Wait until the nodes are there. Raises TimeoutError."""
@@ -58,9 +65,10 @@ class Flower:
         while len(self._node) < wanted:
             now = time.monotonic()
             if now > end:
+                others = "; ".join(["", *self._refused.values()])
                 raise TimeoutError(
                     f"{len(self._node)} of {wanted} Flower nodes were there after {self.patience:g} s; "
-                    "start the others, or let the run begin with fewer nodes"
+                    f"start the others, or let the run begin with fewer nodes{others}"
                 )
             if now - told > TOLD_EVERY:
                 told = now
@@ -71,20 +79,28 @@ class Flower:
     def close(self) -> None:
         """The grid is whoever's it was."""
 
+    def events(self) -> list[str]:
+        """What happened since this was last asked, for the ledger: which nodes were refused, and why."""
+        events, self._events = self._events, []
+        return events
+
     def deliver(self, letters: Sequence[Letter], deadline: float | None) -> Iterable[Reply]:
         """Ask every node at once and take what answers there are in time; whoever has none says why."""
         assert self._clients
-        present = set(self.grid.get_node_ids())
-        if any(self._node.get(letter.client) not in present for letter in letters):
+        self._forget()
+        if any(letter.client not in self._node for letter in letters):
             self._learn()
         timeout = self.patience if deadline is None or self.simulated else deadline
         replies, messages, sizes = [], {}, {}
         for letter in letters:
             k = letter.client
             if k not in self._node:
-                replies.append(Reply(k, problem=f"failed: no Flower node says that it is partition {k}"))
+                replies.append(Reply(k, problem=self._unfit.get(k, f"failed: no Flower node is client {k}")))
                 continue
-            values = {"frame": letter.frame}
+            values = {"frame": letter.frame, **wire.versions()}
+            if not self.simulated:
+                # Flower takes an answer from any node that knows the question's id, a hash of the question
+                values["nonce"] = secrets.token_bytes(16)
             messages[k] = Message(wire.content(values, self._keeps(k)), self._node[k], MessageType.TRAIN, ttl=timeout)
             sizes[k] = wire.size(messages[k])
         for k, came in self._exchange(messages, timeout).items():
@@ -132,28 +148,47 @@ class Flower:
                 time.sleep(self.poll)
         return came
 
+    def _forget(self) -> set[int]:
+        """Who is there; whoever is not, or is no longer the client it was, is not asked again."""
+        present, bound = set(self.grid.get_node_ids()), self.claims.bound()
+        self._node = {k: node for k, node in self._node.items() if node in present and bound.get(k) == node}
+        self._refused = {node: why for node, why in self._refused.items() if node in present}
+        self._unfit = {k: why for k, why in self._unfit.items() if bound.get(k) in self._refused}
+        return present
+
     def _learn(self) -> None:
-        """Which node is which partition: ask the nodes that have not said so. The first one to say so counts."""
-        present = set(self.grid.get_node_ids())
-        self._node = {k: node for k, node in self._node.items() if node in present}
-        strangers = sorted(present - set(self._node.values()))
-        asked = {n: Message(wire.content({}), n, MessageType.QUERY, ttl=LEARNING) for n in strangers}
+        """Which node is which client: ask the nodes that have not said so."""
+        strangers = sorted(self._forget() - set(self._node.values()))
+        asked = {n: Message(wire.content(wire.versions()), n, MessageType.QUERY, ttl=LEARNING) for n in strangers}
         for node, came in self._exchange(asked, min(LEARNING, self.patience)).items():
             try:
                 if not isinstance(came, Message):
                     raise Refused("malformed", came or "it did not answer")
-                self._enter(node, wire.take(came, "partition", int))
+                why = self._enter(node, came)
             except Refused as error:
-                self.tell(f"Flower node {node} did not say which partition it is: {error}")
+                why = f"Flower node {node} did not say which client it is: {error}"
+            before = self._refused.pop(node, "")
+            if why:
+                self._refused[node] = why
+            if why not in ("", before):
+                self.tell(why)
+                self._events.append(why)
 
-    def _enter(self, node: int, partition: int) -> None:
+    def _enter(self, node: int, came: Message) -> str:
+        """Take a node as the client it says it is, or say why not."""
         assert self._clients
-        if not 0 <= partition < len(self._clients.task.clients):
-            self.tell(f"Flower node {node} says that it is partition {partition}, which no client of this run is")
-        elif self._node.setdefault(partition, node) != node:
-            self.tell(
-                f"Flower node {node} says that it is partition {partition}, and so did node {self._node[partition]}"
-            )
+        client = wire.claimed(came)
+        if not 0 <= client < (clients := len(self._clients.task.clients)):
+            return f"Flower node {node} says that it is client {client}, but this run has {clients}, from 0"
+        if why := self.claims.refusal(client, node):
+            return why
+        try:
+            wire.agree(came, f"client {client}", "the server")
+        except Refused as error:
+            self._unfit[client] = f"refused: {error}"
+            return f"Flower node {node} is not asked: {error}"
+        self._node[client] = node
+        return ""
 
     # ------------------------------------------------------------------------------------------------ a simulation
 

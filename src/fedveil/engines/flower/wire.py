@@ -9,6 +9,8 @@ from typing import Any
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.serde import message_to_proto
 
+import fedveil
+from fedveil import message as frames
 from fedveil.clients import Reply
 from fedveil.message import Refused
 
@@ -32,6 +34,30 @@ def take(message: Message, name: str, kind: type, default: Any = None, record: s
     if type(value) is not kind:
         raise Refused("malformed", f"the Flower message has no '{name}' of type {kind.__name__}")
     return value
+
+
+def versions() -> dict[str, Any]:
+    """What a party says of its program in every question and when it says which client it is."""
+    return {"version": fedveil.__version__, "format": frames.VERSION}
+
+
+def agree(message: Message, sender: str, here: str) -> None:
+    """Refuse a party whose program is of another version than this one. Raises `Refused`."""
+    theirs = {"version": take(message, "version", str, ""), "format": take(message, "format", int, 0)}
+    if theirs != (ours := versions()):
+        told = f"{sender} runs {_program(**theirs)}, {here} runs {_program(**ours)}"
+        raise Refused("wrong version", f"{told}; install the same version of fedveil on both")
+
+
+def _program(version: str, format: int) -> str:
+    known = f"fedveil {_words(version)[:40]} (message format {format})"
+    return known if version else "a fedveil too old to say its version"
+
+
+def claimed(message: Message) -> int:
+    """Which client a node says it is. A fedveil without a version says it as `partition`. Raises `Refused`."""
+    number: int = take(message, "client" if take(message, "version", str, "") else "partition", int)
+    return number
 
 
 def size(message: Message) -> int:
