@@ -5,12 +5,16 @@ Every engine uses `Clients`: in simulation it holds all of them, in a deployment
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
+import torch
 from msgspec import Meta
 from torch import Tensor
 
@@ -23,6 +27,9 @@ from fedveil.task import Rows, Task
 
 if TYPE_CHECKING:
     from fedveil.federation import Method
+
+OWN_NOTE = "secure sum"  # the first words of every note that the secure sum keeps for itself
+TRAIL = "asked"  # the note of which questions left the others
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,8 @@ class Reply:
 @message.kind(63)
 class Spent(Record, frozen=True):
     """How many private answers a client has given."""
+
+    common = ()
 
     answers: Annotated[int, Meta(ge=0, le=10**9)]
 
@@ -114,10 +123,11 @@ class Crowd:
     spent: list[int] = field(default_factory=list)  # private answers that each client has charged so far
     charged: int = 0  # and those of this question
     passes: int = 0
-    kept: list[Record] | None = None
+    kept: list[Record | None] | None = None
     figures: dict[str, list[float]] = field(default_factory=dict)
     run: bytes = bytes(8)
     identities: Identities = field(default_factory=lambda: Identities({}, {}))  # who signs, and whose keys are known
+    debug: bool = False  # whoever asks wants to see exceptions
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -135,9 +145,39 @@ class Crowd:
         """A private stream for each client, fresh for every question."""
         return [self.secret.child(k, purpose) for k in self.clients]
 
-    def remember(self, records: Sequence[Record]) -> None:
-        """What each client will find in `memory` in a later round, if this answer goes through."""
+    def remember(self, records: Sequence[Record | None]) -> None:
+        """What each client will find in `memory` in a later round, if this answer goes through; None: what it has."""
         self.kept = list(records)
+
+    def basis(self, kind: int, payload: bytes | memoryview) -> list[bytes]:
+        """A digest, for each client, of everything that the server supplied and the answer to a question of this kind
+        and payload can depend on: the question, what the client holds of the server's in its memory (the fields that
+        its record states as `common`), and the questions that left the notes of this round."""
+        question, held = self._supplied(kind, payload)
+        return [_basis(question, own, _trail(note)) for own, note in zip(held, self.notes, strict=True)]
+
+    def _supplied(self, kind: int, payload: bytes | memoryview) -> tuple[bytes, list[bytes]]:
+        """Digests of a question, and of what each client's memory holds of the server's."""
+        seen = dict[int, bytes]()  # by tensor: a stack shares them
+        return hashed(bytes([kind]), payload), [_common(record, seen) for record in self.memory]
+
+    @contextlib.contextmanager
+    def followed(self, kind: int, payload: bytes | memoryview) -> Iterator[None]:
+        """Keep the trail of the notes that a question leaves. One that left notes and is asked again, because the
+        server was killed, takes a client back to where it was: notes that came later are forgotten."""
+        if any(TRAIL in note for note in self.notes):
+            question, held = self._supplied(kind, payload)
+            for note, own in zip(self.notes, held, strict=True):
+                _take_back(note, question, own)
+        before = [dict(note) for note in self.notes]
+        try:
+            yield
+        finally:
+            left = [_left(note, was) for note, was in zip(self.notes, before, strict=True)]
+            bases = self.basis(kind, payload) if any(left) else [b""] * len(self)
+            for note, names, basis in zip(self.notes, left, bases, strict=True):
+                if names:
+                    note[TRAIL] = msgspec.msgpack.encode([*_trail(note), Link(basis, names)])
 
     def charge(self, account: Account) -> None:
         """Count a private answer of each client, before anything of it is released. Raises `Refused` over budget."""
@@ -158,6 +198,61 @@ class Crowd:
         return [note[key] for note in self.notes]
 
 
+class Link(msgspec.Struct, frozen=True, array_like=True):
+    """A question that left notes: its basis, and their names."""
+
+    digest: bytes
+    names: list[str]
+
+
+def hashed(*parts: bytes | memoryview) -> bytes:
+    """32 bytes that tell these parts, and where each ends, from any others."""
+    state = hashlib.blake2b(digest_size=32, person=b"fedveil-asked")
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.digest()
+
+
+def _basis(question: bytes, held: bytes, trail: Sequence[Link]) -> bytes:
+    return hashed(question, held, *(link.digest for link in trail))
+
+
+def _trail(note: Mapping[str, Any]) -> list[Link]:
+    """The questions that left a client's notes, in order."""
+    return msgspec.msgpack.decode(note[TRAIL], type=list[Link]) if TRAIL in note else []
+
+
+def _left(note: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
+    """The names of the notes that are new or others than before, without those of the secure sum."""
+    own = {name: value for name, value in note.items() if name != TRAIL and not name.startswith(OWN_NOTE)}
+    return [name for name, value in own.items() if before.get(name, own) is not value]
+
+
+def _take_back(note: dict[str, Any], question: bytes, held: bytes) -> None:
+    trail = _trail(note)
+    for at, link in enumerate(trail):
+        if link.digest == _basis(question, held, trail[:at]):
+            for name in {name for later in trail[at:] for name in later.names}:
+                note.pop(name, None)
+            note[TRAIL] = msgspec.msgpack.encode(trail[:at])
+            return
+
+
+def _common(record: Record | None, seen: dict[int, bytes]) -> bytes:
+    """A digest of what a client's memory holds of the server's; nothing where it holds nothing."""
+    parts = list[bytes]()
+    for name in (record and record.common) or ():
+        value = getattr(record, name)
+        if isinstance(value, Tensor):
+            if id(value) not in seen:
+                seen[id(value)] = hashed(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            parts += [name.encode(), seen[id(value)]]
+        elif value:
+            parts += [name.encode(), msgspec.msgpack.encode(value)]
+    return hashed(*parts) if parts else b""
+
+
 class Clients:
     """Clients in one place: reads letters, lets the method answer them, writes replies. Every engine uses it."""
 
@@ -176,6 +271,7 @@ class Clients:
         self.memory = Memory()
         self.notes: dict[int, dict[str, Any]] = {}
         self.round = 0
+        self.debug = False
         self._opening = threading.Lock()  # stacks are answered beside each other, and one of them is the first
 
     def answer(self, letters: Sequence[Letter]) -> list[Reply]:
@@ -205,8 +301,10 @@ class Clients:
             [self.memory.spent(k) for k in ids],
             run=self.run,
             identities=self.identities,
+            debug=self.debug,
         )
-        answers = self.method.answer[type(question)](crowd, question)
+        with crowd.followed(first.kind, first.payload):
+            answers = self.method.answer[type(question)](crowd, question)
         replies = []
         for i, (letter, answer) in enumerate(zip(letters, answers, strict=True)):
             message.check(answer, {**self.method.schema(self.task, question, letter.client), **question.sizes()})
@@ -214,7 +312,8 @@ class Clients:
             frame = message.frame(answer, letter.envelope)
             replies.append(Reply(letter.client, frame, passes=crowd.passes if i == 0 else 0, figures=figures))
         for client, record in zip(ids, crowd.kept or (), strict=crowd.kept is not None):
-            self.memory.keep(client, round_, serial, record)
+            if record is not None:
+                self.memory.keep(client, round_, serial, record)
         for client in ids if crowd.charged else ():
             self.memory.charge(client, crowd.charged)
         return replies

@@ -74,6 +74,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """A closed, typed, immutable set of numbers. Subclasses state the schema beside each field."""
 
     kind: ClassVar[int]
+    common: ClassVar[tuple[str, ...] | None] = None  # which fields of a client's memory are the server's (Crowd.basis)
 
 
 class Answer(Record, frozen=True):

@@ -52,6 +52,8 @@ class Follow(Question, Folded, frozen=True):
 class Stand(Record, frozen=True):
     """What a client remembers: the weights it holds, the server optimiser's moments, and how many steps led there."""
 
+    common = ("version", "weights", "first", "second")
+
     version: Version = 0
     weights: Weights | None = None
     first: Weights | None = None

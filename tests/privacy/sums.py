@@ -83,10 +83,15 @@ def expected(task: fv.Task, clients: Iterable[int], secure: SecureSum, advertise
     """The exact sum of some clients' integers, decoded, and the sum of their weights."""
     sizes, chosen = task.clients.sizes, list(clients)
     fixed = FixedPoint(advertised, secure.clip, secure.bits, int(sizes.max()))
-    size = task.layout.size
-    integers = sum(fixed.encode(given(k, size).numpy(), int(sizes[k])).astype(object) for k in chosen)
-    values, weight, _ = fixed.decode(np.array(integers, dtype=fixed.dtype), len(chosen))
-    return torch.from_numpy(values), weight
+    encoded = [fixed.encode(given(k, task.layout.size).numpy(), int(sizes[k]), rounding(k)) for k in chosen]
+    signed = [vector.view(np.dtype(f"i{vector.itemsize}")).astype(object) for vector in encoded]
+    values = np.array(sum(signed)[:-2], dtype=np.int64) * (fixed.clip / fixed.half)
+    return torch.from_numpy(values), int(sum(sizes[k] for k in chosen))
+
+
+def rounding(client: int, round_: int = 1, seed: int = 0) -> np.random.Generator:
+    """By which a client of a run rounds."""
+    return fv.Seed.root(seed).child("round", round_, "client", client, "rounding").numpy()
 
 
 class Transport(Local):
@@ -154,5 +159,6 @@ __all__ = [
     "expected",
     "given",
     "letter",
+    "rounding",
     "unpacked",
 ]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from fedveil.message import Refused
 from fedveil.privacy import masks
 from fedveil.privacy.masks import FixedPoint
+from fedveil.privacy.skellam import rounded
 
 h = bytes.fromhex
 SUNSCREEN = (
@@ -142,10 +143,12 @@ def cohorts(draw):
 @given(cohorts())
 def test_the_mean_is_within_the_stated_bound_of_the_float_mean(cohort):
     fixed, weights, values = cohort
+    draw = np.random.default_rng(1)
     values = np.clip(values, -np.float32(fixed.clip), np.float32(fixed.clip))
-    total = sum(fixed.encode(v, w) for v, w in zip(values, weights, strict=True))
+    total = sum(fixed.encode(v, w, draw) for v, w in zip(values, weights, strict=True))
     assert total.dtype == (np.uint64 if fixed.wide else np.uint32)
-    decoded, weight, clipped = fixed.decode(total, len(weights))
+    fixed.check(total, len(weights))
+    decoded, weight, clipped = fixed.decode(total)
     assert weight == sum(weights)
     assert clipped == 0
     mean, true = decoded * fixed.heaviest / weight, np.average(values.astype(np.float64), axis=0, weights=weights)
@@ -153,10 +156,10 @@ def test_the_mean_is_within_the_stated_bound_of_the_float_mean(cohort):
 
 
 def test_the_bound_is_not_loose():
-    """With equal weights the error of one client comes near half a step."""
+    """With equal weights the error of one client comes near a step."""
     fixed, draws = FixedPoint(1, 1.0, 8, 1), np.random.default_rng(0)
     values = draws.uniform(-1, 1, 10_000).astype(np.float32)
-    decoded, _, _ = fixed.decode(fixed.encode(values, 1), 1)
+    decoded, _, _ = fixed.decode(fixed.encode(values, 1, draws))
     assert 0.99 < np.abs(decoded - values).max() / fixed.error(1, 1) <= 1 + 1e-6
 
 
@@ -164,7 +167,7 @@ def test_the_bound_is_not_loose():
 def test_a_weight_out_of_range_is_an_error(weight):
     """A known failure: a weight beyond its range gave a wrong mean without a word."""
     with pytest.raises(Refused, match=f"out of range: the weight is {weight}, the public maximum 1000"):
-        FixedPoint(3, 1.0, 20, 1000).encode(np.zeros(4, np.float32), weight)
+        FixedPoint(3, 1.0, 20, 1000).encode(np.zeros(4, np.float32), weight, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -172,16 +175,16 @@ def test_what_is_no_number_is_refused_before_it_is_rounded(value):
     values = np.zeros(100_000, np.float32)
     values[70_000] = value
     with pytest.raises(Refused, match="not finite"):
-        FixedPoint(3, 1.0, 20, 1000).encode(values, 5)
+        FixedPoint(3, 1.0, 20, 1000).encode(values, 5, np.random.default_rng(0))
 
 
 def test_values_beyond_the_range_are_cut_and_counted():
     fixed = FixedPoint(2, 0.5, 20, 10)
     cut, kept = np.array([0.6, -7.0, 0.5, 1e30], np.float32), np.array([0.5, -0.5, 0.5, 0.5], np.float32)
-    one, other = fixed.encode(cut, 10), fixed.encode(kept, 10)
+    one, other = (fixed.encode(each, 10, np.random.default_rng(0)) for each in (cut, kept))
     np.testing.assert_array_equal(one[:-1], other[:-1])
     assert (one[-1], other[-1]) == (3, 0)
-    assert fixed.decode(one + one, 2)[2] == 6
+    assert fixed.decode(one + one)[2] == 6
 
 
 @pytest.mark.parametrize(
@@ -198,11 +201,66 @@ def test_values_beyond_the_range_are_cut_and_counted():
 def test_64_bits_are_taken_where_the_sum_would_not_fit_32(n, bits, heaviest, wide):
     fixed = FixedPoint(n, 1.0, bits, heaviest)
     assert fixed.wide == wide
-    assert n * fixed.largest < 2 ** (64 if wide else 32)
-    high = fixed.encode(np.ones(1, np.float32), heaviest)
-    assert n * int(high[0]) < 2 ** (8 * high.itemsize)
+    high, low = (fixed.encode(np.full(1, x, np.float32), heaviest, np.random.default_rng(0)) for x in (1, -1))
+    assert n * int(high[0]) < 2 ** (8 * high.itemsize - 1)
     assert n * int(high[1]) < 2 ** (8 * high.itemsize)
-    assert high[0] == 2**bits - 1
+    assert high[0] == 2 ** (bits - 1) - 1
+    assert not (high + low)[0]
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8, 20])
+def test_zero_stays_zero_and_rounding_is_right_on_average(bits):
+    """Once 100 rounds of zero updates moved the weights by 0.39 at 8 bits."""
+    fixed, draw = FixedPoint(5, 1.0, bits, 1), np.random.default_rng(3)
+    assert not fixed.encode(np.zeros(1000, np.float32), 1, draw)[:-2].any()
+    values = np.repeat(np.float32([0.3, -0.3, 0.01, -0.7]), 40_000)
+    decoded, _, _ = fixed.decode(fixed.encode(values, 1, draw))
+    off = (decoded - values).reshape(4, -1)
+    assert np.abs(off.mean(1)).max() * fixed.half < 6 * 0.5 / np.sqrt(40_000)
+    assert np.abs(off).max() * fixed.half < 1
+
+
+@pytest.mark.parametrize(("size", "bits"), [(100, 8), (20_000, 8), (20_000, 4), (5, 2)])
+def test_the_norm_after_rounding_is_within_the_bound_that_privacy_is_charged_for(size, bits):
+    fixed, draw = FixedPoint(5, 0.5, bits, 1), np.random.default_rng(4)
+    bound = rounded(fixed.half, size)
+    for values in (
+        np.full(size, 0.5 / np.sqrt(size)),  # everywhere between two whole numbers
+        np.eye(1, size)[0] * 0.5,
+        draw.normal(size=size) * 10,  # too long: it is cut here too
+    ):
+        for _ in range(20):
+            elements = fixed.encode(values.astype(np.float32), 1, draw, bound)
+            whole = elements[:-2].view(np.dtype(f"i{elements.itemsize}")).astype(np.float64)
+            assert np.linalg.norm(whole) <= bound
+            assert elements[-1] == 0, "how many values were cut would be another thing that is told"
+    assert np.linalg.norm(np.round(np.full(size, fixed.half))) > bound or size < 10
+
+
+def test_what_cannot_be_rounded_within_the_norm_is_rounded_towards_zero():
+    fixed = FixedPoint(5, 1.0, 8, 1)
+    values = np.float32([0.5, -0.4999, 0.3])
+    found = fixed.decode(fixed.encode(values, 1, np.random.default_rng(0), norm=1e-3))[0]
+    np.testing.assert_array_equal(found * fixed.half, np.trunc(values.astype(np.float64) * fixed.half))
+
+
+@pytest.mark.parametrize("place", [0, 5, -2, -1])
+@pytest.mark.parametrize("added", [1 << 31, 1 << 25, (1 << 32) - (1 << 22)])
+def test_a_sum_that_honest_clients_cannot_have_is_refused(place, added):
+    """One client once added 2^31 to an element and moved a weight by 821, unnoticed."""
+    fixed, draw = FixedPoint(5, 1.0, 20, 10), np.random.default_rng(0)
+    total = sum(fixed.encode(draw.uniform(-1, 1, 8).astype(np.float32), 10, draw) for _ in range(5))
+    fixed.check(total, 5)
+    total[[place]] += np.uint32(added)
+    with pytest.raises(Refused, match="out of range"):
+        fixed.check(total, 5)
+
+
+def test_noise_has_room_in_the_ring_and_within_the_range():
+    quiet, noised = FixedPoint(100, 1.0, 25, 1), FixedPoint(100, 1.0, 25, 1, variance=(2.0**24) ** 2)
+    assert not quiet.wide
+    assert noised.wide
+    assert noised.reach(4) == 4 * noised.half + 8 * 2 * 2**24 + 64
 
 
 def test_a_sum_that_64_bits_do_not_hold_is_an_error_in_one_sentence():

@@ -17,15 +17,15 @@ from fedveil.cost import cost
 from fedveil.engines import Local
 from fedveil.message import Answer, Question, Shape
 from fedveil.privacy import SecureSum, graph
-from fedveil.privacy.secagg import Advertise, Advertised, Agree, Context, Mask, Masked, Secrets, Share, Unmask
+from fedveil.privacy.secagg import Advertise, Advertised, Agree, Context, Deal, Mask, Masked, Secrets, Share, Unmask
 from fedveil.privacy.summand import NOTE
 from fedveil.updates.tofu import Proxies
 from privacy.sums import LAST, Give, Only, Summand, Summed, Transport, expected, letter
 from privacy.sums import given as given_by
 from toys import OtherProcess, Plain, linear_task
 
-STAGES = (Advertise, Share, Mask, Unmask)
-STAGES5 = (Advertise, Share, Mask, Agree, Unmask)
+STAGES = (Advertise, Share, Deal, Mask, Unmask)
+STAGES6 = (Advertise, Share, Deal, Mask, Agree, Unmask)
 TASK = linear_task(12, 120, uneven=True)
 
 
@@ -54,9 +54,8 @@ def holds(how: SecureSum, clients: int, fates: tuple[int, ...], stages=STAGES, t
     else:
         assert torch.equal(result.weights, task.initial)
         assert row.events[-1].startswith("below quorum: the secure sum stopped at ")
-    assert [each.stage for each in row.secure] == ["keys", "shares", "masked", "agreement", "unmask"][
-        : len(row.secure)
-    ] or (how.server == "curious")
+    names = ["keys", "shares", "dealt", "masked", *(["agreement"] if len(stages) == 6 else []), "unmask"]
+    assert [each.stage for each in row.secure] == names[: len(row.secure)]
     return enough
 
 
@@ -64,15 +63,15 @@ def holds(how: SecureSum, clients: int, fates: tuple[int, ...], stages=STAGES, t
 
 
 def test_of_four_clients_every_way_to_drop_out_gives_the_exact_sum_or_none():
-    outcomes = [holds(SecureSum(), 4, fates) for fates in itertools.product(range(5), repeat=4)]
-    assert sum(outcomes) == 1 + 4 * 4  # nobody drops, or one of four at one of four stages
+    outcomes = [holds(SecureSum(), 4, fates) for fates in itertools.product(range(6), repeat=4)]
+    assert sum(outcomes) == 1 + 4 * 5  # nobody drops, or one of four at one of five stages
 
 
 @settings(max_examples=40)
 @given(st.data())
 def test_whoever_is_left_the_sum_is_exact_or_there_is_none(data):
     clients = data.draw(st.integers(5, 12))
-    often = st.sampled_from([0, 1, 2, 3, 4, 4, 4, 4, 4, 4, 4, 4])
+    often = st.sampled_from([0, 1, 2, 3, 4, *[5] * 8])
     holds(SecureSum(), clients, tuple(data.draw(often) for _ in range(clients)))
 
 
@@ -80,20 +79,20 @@ def test_whoever_is_left_the_sum_is_exact_or_there_is_none(data):
 @given(st.data())
 def test_against_a_malicious_server_it_is_the_same_with_a_higher_threshold(data):
     clients = data.draw(st.integers(3, 9))
-    often = st.sampled_from([0, 1, 2, 3, 4, *[5] * 20])
-    holds(SecureSum(server="malicious"), clients, tuple(data.draw(often) for _ in range(clients)), STAGES5)
+    often = st.sampled_from([0, 1, 2, 3, 4, 5, *[6] * 20])
+    holds(SecureSum(server="malicious"), clients, tuple(data.draw(often) for _ in range(clients)), STAGES6)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", range(5))
 def test_a_drop_out_at_any_stage_is_survived(stage):
     """A known failure: one that happened during the key exchange ended the round."""
-    assert holds(SecureSum(), 7, (4, stage, 4, stage, 4, 4, stage))
+    assert holds(SecureSum(), 7, (5, stage, 5, stage, 5, 5, stage))
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", range(5))
 def test_at_the_threshold_there_is_a_sum_and_below_it_none(stage):
-    assert holds(SecureSum(), 9, (stage,) * 4 + (4,) * 5)
-    assert not holds(SecureSum(), 9, (stage,) * 5 + (4,) * 4)
+    assert holds(SecureSum(), 9, (stage,) * 4 + (5,) * 5)
+    assert not holds(SecureSum(), 9, (stage,) * 5 + (5,) * 4)
 
 
 def test_thresholds():
@@ -202,7 +201,9 @@ def test_the_methods_question_is_answered_by_a_stack():
     assert [len(each) for each in seen] == [6]
 
 
-def test_a_client_that_fails_in_a_stack_fails_alone():
+def test_a_client_that_fails_in_a_stack_masks_zeros_alone(caplog):
+    """The server does not see it, and whoever runs the client does."""
+
     class Failing(Summed):
         def give(self, crowd, question):
             if 4 in crowd.clients:
@@ -211,8 +212,33 @@ def test_a_client_that_fails_in_a_stack_fails_alone():
 
     result = fv.run(TASK, Failing(), rounds=1, cohort=Only(size=8), engine=Local(workers=1))
     (row,) = result.ledger.rows
-    assert row.missing == {"4": "failed: RuntimeError: out of luck"}
-    assert LAST[0].clients == (0, 1, 2, 3, 5, 6, 7)
+    assert not row.missing
+    assert not row.events
+    assert LAST[0].clients == tuple(range(8))
+    assert LAST[0].weight == sum(TASK.clients.sizes[:8])
+    assert torch.equal(LAST[0].totals["update"], expected(TASK, [0, 1, 2, 3, 5, 6, 7], SecureSum(), 8)[0])
+    assert [r.message for r in caplog.records] == ["client 4 masks zeros in round 1: RuntimeError: out of luck"]
+    assert row.metrics["zeroed"] == 1  # the one stack in which somebody did, of one client
+
+
+def test_an_engine_in_debug_mode_shows_what_failed():
+    class Failing(Summed):
+        def give(self, crowd, question):
+            raise RuntimeError("out of luck")
+
+    with pytest.raises(Exception, match=r"client 0 failed at Mask in round 1 .*out of luck"):
+        fv.run(TASK, Failing(), rounds=1, cohort=Only(size=4), engine=Local(debug=True))
+
+
+def test_a_sum_of_zeros_is_told_in_the_ledger():
+    class Failing(Summed):
+        def give(self, crowd, question):
+            raise RuntimeError("out of luck")
+
+    result = fv.run(TASK, Failing(), rounds=1, cohort=Only(size=4), engine=Local(workers=1))
+    (event,) = result.ledger.rows[0].events
+    assert event == "the secure sum is 0 in every element: clients may have failed and masked zeros; see their logs"
+    assert torch.equal(result.weights, TASK.initial)
 
 
 # ---------------------------------------------------------------------------------------------------- large cohorts
@@ -223,7 +249,7 @@ def test_in_a_large_cohort_each_masks_with_a_few(drop):
     task, n = linear_task(130, 520, uneven=False), 130
     result = fv.run(task, Summed(), rounds=1, cohort=fv.Sampling(size=n, drop=drop), engine=Local(workers=1))
     (row,) = result.ledger.rows
-    keys, shares, _masked, unmask = row.secure
+    keys, shares, _dealt, _masked, unmask = row.secure
     total, weight = expected(task, LAST[0].clients, SecureSum(), keys.answered)
     assert torch.equal(LAST[0].totals["update"], total)
     assert LAST[0].weight == weight
@@ -235,12 +261,12 @@ def test_in_a_large_cohort_each_masks_with_a_few(drop):
 @given(st.data())
 def test_with_few_neighbours_the_sum_is_exact_or_there_is_none(data):
     how, clients = SecureSum(neighbours=4), 12
-    fates = tuple(data.draw(st.sampled_from([0, 1, 2, 3, *[4] * 16])) for _ in range(clients))
+    fates = tuple(data.draw(st.sampled_from([0, 1, 2, 3, 4, *[5] * 20])) for _ in range(clients))
     result = played(how, clients, fates)
     if LAST:
         total, _ = expected(TASK, LAST[0].clients, how, sum(fate > 0 for fate in fates))
         assert torch.equal(LAST[0].totals["update"], total)
-        assert set(LAST[0].clients) <= {k for k, fate in enumerate(fates) if fate > 2}
+        assert set(LAST[0].clients) <= {k for k, fate in enumerate(fates) if fate > 3}
     else:
         assert torch.equal(result.weights, TASK.initial)
 
@@ -252,8 +278,8 @@ def test_a_client_of_whose_neighbours_too_few_share_is_left_out_before_it_masks(
     circle = seed.child("secure sum").numpy().permutation(n).tolist()
     lonely, dropped = circle[5], {circle[4], circle[6], circle[7]}  # of its neighbours circle[3] alone is left
     assert graph.neighbourhoods(tuple(range(n)), 4, seed)[lonely] == sorted(circle[3:8])
-    (row,) = played(how, n, tuple(1 if k in dropped else 4 for k in range(n))).ledger.rows
-    assert row.missing.pop(str(lonely)) == "refused: bad set: too few of its neighbours shared"
+    (row,) = played(how, n, tuple(1 if k in dropped else 5 for k in range(n))).ledger.rows
+    assert row.missing.pop(str(lonely)) == "refused: bad set: too few of its neighbours are there"
     assert set(row.missing) == {str(k) for k in dropped}
     assert set(LAST[0].clients) == {*range(n)} - dropped - {lonely}
     assert torch.equal(LAST[0].totals["update"], expected(TASK, LAST[0].clients, how, n)[0])
@@ -273,7 +299,8 @@ def test_a_thousand_clients():
     ("build", "match"),
     [
         (lambda: SecureSum(clip=0), "clip above 0"),
-        (lambda: SecureSum(bits=53), "from 1 to 52 bits"),
+        (lambda: SecureSum(bits=1), "from 2 to 52 bits"),
+        (lambda: SecureSum(bits=53), "from 2 to 52 bits"),
         (lambda: SecureSum(server="evil"), "use curious or malicious"),
         (lambda: SecureSum(least=2), "at least 3"),
         (lambda: SecureSum(neighbours=3), "an even number"),
@@ -301,7 +328,7 @@ def test_a_cohort_too_small_to_hide_in_is_not_summed():
 def test_the_ledger_has_every_stage_and_its_bytes():
     result = fv.run(TASK, Summed(), rounds=2, cohort=6)
     for row in result.ledger.rows:
-        assert [each.stage for each in row.secure] == ["keys", "shares", "masked", "unmask"]
+        assert [each.stage for each in row.secure] == ["keys", "shares", "dealt", "masked", "unmask"]
         assert all((each.asked, each.answered) == (6, 6) for each in row.secure)
         assert sum(each.up for each in row.secure) == row.bytes_up
         assert sum(each.down for each in row.secure) == row.bytes_down
@@ -327,7 +354,7 @@ def test_the_cost_is_known_beforehand_to_the_byte(how):
 
 def test_a_32_bit_element_takes_four_bytes_on_the_wire():
     """A known failure: 64-bit integers on the wire for 32-bit values."""
-    vector = Masked(torch.zeros(1_000_000, dtype=torch.int32))
+    vector = Masked(torch.zeros(1_000_000, dtype=torch.int32), torch.zeros(32, dtype=torch.uint8))
     assert message.size(vector) < 4_000_100
     fv.run(TASK, Summed(), rounds=1, cohort=4, engine=(engine := Transport()))
     assert {answer.vector.dtype for answer in engine.heard(Masked).values()} == {torch.int32}
@@ -336,10 +363,18 @@ def test_a_32_bit_element_takes_four_bytes_on_the_wire():
 # ---------------------------------------------------------------------------------------------------- secrets
 
 
+QUESTIONS = [
+    Mask(ids, elements, wide, 4, torch.zeros(1, dtype=torch.uint8))
+    for ids, elements, wide in itertools.product(([1, 2], [1, 3]), (10, 10 + 2**32), (False, True))
+]
+
+
 def test_keys_and_signatures_are_bound_to_the_run_the_round_the_ids_and_the_purpose():
     contexts = [
-        Context.of(run, round_, ids)
-        for run, round_, ids in itertools.product((bytes(8), b"another!"), (1, 2), ([1, 2, 3], [1, 2, 4]))
+        Context.of(run, round_, ids, quorum)
+        for run, round_, ids, quorum in itertools.product(
+            (bytes(8), b"another!"), (1, 2), ([1, 2, 3], [1, 2, 4]), (2, 3)
+        )
     ]
     derived = [
         made
@@ -348,24 +383,27 @@ def test_keys_and_signatures_are_bound_to_the_run_the_round_the_ids_and_the_purp
         for made in (
             c.seal_key(secret, 1, 2),
             c.seal_key(secret, 2, 1),
-            c.pair_mask(secret, 1, 2),
-            c.pair_mask(secret, 1, 3),
+            c.pair_mask(secret, b"a" * 32, 1, 2),
+            c.pair_mask(secret, b"a" * 32, 1, 3),
+            c.pair_mask(secret, b"b" * 32, 1, 2),
             c.own_mask(secret, 1),
             c.own_mask(secret, 2),
             c.mark(secret, 1),
             c.mark(secret, 1, 2),
-            c.signed_set(secret, [1, 2]),
-            c.signed_set(secret, [1, 3]),
+            c.signed_set(secret, b"a" * 32, [1, 2]),
+            c.signed_set(secret, b"a" * 32, [1, 3]),
+            c.signed_set(secret, b"b" * 32, [1, 2]),
+            *(c.asked(secret, question) for question in QUESTIONS),
         )
     ]
     derived += [made for c in contexts for made in (c.sealed_about(1, 2), c.sealed_about(2, 1))]
-    derived += [c.signed_keys(k, *keys) for c in contexts[::2] for k in (1, 2) for keys in ((b"a", b"b"), (b"b", b"a"))]
+    derived += [c.signed_keys(k, *keys) for c in contexts[::4] for k in (1, 2) for keys in ((b"a", b"b"), (b"b", b"a"))]
     assert len(set(derived)) == len(derived)
-    assert contexts[0].pair_mask(bytes(32), 1, 2) == contexts[0].pair_mask(bytes(32), 2, 1)
+    assert contexts[0].pair_mask(bytes(32), b"", 1, 2) == contexts[0].pair_mask(bytes(32), b"", 2, 1)
 
 
 def secrets_of(kept: Secrets) -> list[bytes]:
-    return [part for part in (kept.channel, kept.mask, kept.own, kept.kept) if part]
+    return [part for part in (kept.channel, kept.mask, kept.own, *kept.held.values(), *kept.pairs.values()) if part]
 
 
 def test_secrets_are_gone_after_unmasking_and_never_on_disk(tmp_path):
@@ -425,7 +463,7 @@ def test_a_client_asked_again_or_restarted_makes_other_secrets(fixed):
     assert len({bytes(key.tolist()) for record in records for key in (record.channel, record.mask)}) == 6
 
 
-@pytest.mark.parametrize("stage", [Share, Mask, Unmask])
+@pytest.mark.parametrize("stage", [Share, Deal, Mask, Unmask])
 def test_a_client_that_restarts_in_between_is_left_out(stage):
     class Restarting(Transport):
         def deliver(self, letters, deadline):
@@ -445,7 +483,7 @@ def test_a_server_that_lost_its_round_may_begin_it_again_until_somebody_unmasked
     class Twice(Summed):
         def round(self, state, cohort):
             asked = letter(Advertise(), 1, cohort._shared.run, cohort.round)
-            for stage in (Advertise, Share, Mask):
+            for stage in (Advertise, Share, Deal, Mask, Unmask):
                 cohort._shared.engine.drop = {stage: range(20)}
                 with pytest.raises(fv.federation.BelowQuorum):
                     cohort.ask_sum(Give(state.weights), self.secure)
@@ -466,7 +504,7 @@ def test_a_weight_that_the_clients_cannot_have_costs_the_round_and_not_the_run(w
             return answer
         vector = answer.vector.clone()
         vector[-2] += wrong
-        return Masked(vector)
+        return msgspec.structs.replace(answer, vector=vector)
 
     task = linear_task(4)  # six records each
     result = fv.run(task, Summed(), rounds=1, cohort=Only(size=4), engine=Transport(answer=lie))

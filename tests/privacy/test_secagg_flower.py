@@ -44,10 +44,12 @@ def test_a_deployed_clients_secrets_are_not_on_its_disk_in_the_clear(tmp_path, m
     )
     on_flower(Summed(), tmp_path)
     parts = {
-        p for s in seen for p in (s.channel, s.mask, s.own, s.kept, *s.channel_keys.values(), *s.pair_masks.values())
+        p
+        for s in seen
+        for p in (s.channel, s.mask, s.own, *s.held.values(), *s.channel_keys.values(), *s.pairs.values())
     }
     assert len(parts) > 100
-    assert len(files) == 2 * 5 * 4
+    assert len(files) == 2 * 5 * 5
     assert not any(part in frame for part in parts - {b""} for frame in files)
 
 

@@ -20,6 +20,8 @@ from fedveil.privacy.secagg import (
     Agree,
     Agreed,
     Context,
+    Deal,
+    Dealt,
     Mask,
     Masked,
     Share,
@@ -102,10 +104,14 @@ SETS = {
     "somebody alive twice": (Unmask, {"alive": lambda q: [*q.alive, 5]}, "each once"),
     "somebody dead twice": (Unmask, {"alive": lambda q: without(q.alive, 5), "gone": lambda q: [5, 5]}, "or twice"),
     # who shared
-    "fewer sharers than the threshold": (Mask, {"ids": lambda q: [0, 1, 2]}, "3 clients shared, 4 are needed"),
-    "a sharer never seen": (Mask, {"ids": lambda q: [*q.ids, 9]}, "not among who advertised"),
-    "a sharer twice": (Mask, {"ids": lambda q: [*q.ids, 5]}, "each once"),
-    "shared without the victim": (Mask, {"ids": lambda q: without(q.ids, VICTIM)}, "this client is not"),
+    "fewer dealers than the threshold": (Mask, {"ids": lambda q: [0, 1, 2]}, "3 clients shared, 4 are needed"),
+    "a dealer never seen": (Mask, {"ids": lambda q: [*q.ids, 9]}, "not among who shared"),
+    "a dealer twice": (Mask, {"ids": lambda q: [*q.ids, 5]}, "each once"),
+    "dealt without the victim": (Mask, {"ids": lambda q: without(q.ids, VICTIM)}, "this client is not"),
+    "a sharer never seen": (Deal, {"ids": lambda q: [*q.ids, 9]}, "not among who advertised"),
+    "a sharer twice": (Deal, {"ids": lambda q: [*q.ids, 5]}, "each once"),
+    "shared without the victim": (Deal, {"ids": lambda q: without(q.ids, VICTIM)}, "this client is not"),
+    "more shares than neighbours": (Unmask, {"holders": lambda q: q.holders + 1}, "7 shares are asked for, of 6"),
     # who advertised
     "a threshold below the majority": (Share, {"quorum": lambda q: 3}, "3 of 6 clients are to be enough"),
     "a threshold above everybody": (Share, {"quorum": lambda q: 7}, "7 of 6 clients"),
@@ -137,7 +143,7 @@ def test_a_client_is_asked_to_unmask_once_a_round():
     swapped = replace(unpacked(asked), alive=[0, 1, 2, 3], gone=[4, 5])
     for question in (swapped, replace(swapped, alive=[1, 2, 3, 4, 5], gone=[0])):
         assert "wrong stage" in engine.again(renewed(asked, payload=message.pack(question))).problem
-    for kind in (Advertise, Share, Mask):
+    for kind in (Advertise, Share, Deal, Mask):
         asked = next(x for x in engine.letters if x.kind == kind.kind and x.client == VICTIM)
         assert "refused: wrong stage" in engine.again(asked).problem
 
@@ -162,7 +168,7 @@ def test_a_refused_unmask_reveals_nothing_and_leaves_the_right_one_to_be_answere
     assert not row.events
 
 
-@pytest.mark.parametrize("kind", [Share, Mask, Unmask])
+@pytest.mark.parametrize("kind", [Share, Deal, Mask, Unmask])
 def test_stages_are_answered_in_order(kind):
     engine = Transport()
     run(engine)
@@ -180,7 +186,7 @@ def test_a_client_never_reveals_both_secrets_of_anybody():
     engine = Transport()
     run(engine)
     shared, revealed = engine.heard(Shared), engine.heard(Unmasked)
-    context = Context.of(engine.letters[0].envelope.run, 1, range(N))
+    context = Context.of(engine.letters[0].envelope.run, 1, range(N), 4)
     for holder, answer in revealed.items():
         for dealer, share in enumerate(answer.shares):
             marks = shared[dealer].marks[holder].numpy().tobytes()
@@ -301,26 +307,75 @@ def test_whose_public_key_is_not_known_is_refused():
 # ---------------------------------------------------------------------------------------------------- shares
 
 
-@pytest.mark.parametrize("forgery", ["a bit flipped", "another's", "random"])
-def test_a_forged_sealed_share_is_refused(forgery):
-    def sealed(question):
+@pytest.mark.parametrize("forgery", ["a bit flipped", "another's", "random", "other marks"])
+def test_a_client_complains_of_a_forged_share_and_goes_on(forgery):
+    def change(question):
         changed = question.sealed.clone()
         if forgery == "a bit flipped":
             changed[0, 40] ^= 1
         elif forgery == "another's":
             changed[0] = changed[1]
-        else:
+        elif forgery == "random":
             changed[0] = tensor(secrets.token_bytes(SEALED))
         return changed
 
-    row = run(Transport(ask=lying(Unmask, sealed=sealed)))
-    assert "refused: bad share: the share of client 0 was not sealed by it for client 2" in said(row)
-    assert LAST[0].clients == tuple(range(N))
+    def marks(question):
+        return question.marks.flip(0) if forgery == "other marks" else question.marks
+
+    engine = Transport(ask=lying(Deal, sealed=change, marks=marks))
+    row = run(engine)
+    accused = [0, 1, 4, 5] if forgery == "other marks" else [0]  # flipped, the one in the middle stays
+    assert engine.heard(Dealt)[VICTIM].complaints == accused
+    assert not row.missing, "nobody is blamed on one word"
+    assert f"client 0 dealt shares that cannot be opened, or so say clients {VICTIM}" in row.events
+    assert torch.equal(LAST[0].totals["update"], expected(TASK, range(N), SecureSum(), N)[0])
 
 
 def test_sealed_shares_too_few_are_refused():
-    row = run(Transport(ask=lying(Unmask, sealed=lambda q: q.sealed[:-1])))
-    assert "refused: bad share: 4 sealed shares came for 5 neighbours" in said(row)
+    row = run(Transport(ask=lying(Deal, sealed=lambda q: q.sealed[:-1], marks=lambda q: q.marks[:-1])))
+    assert "refused: bad share: 4 sealed shares came from 5 neighbours" in said(row)
+    assert LAST[0].clients == (0, 1, 3, 4, 5)
+
+
+def dealing(garbled):
+    """A dealer, client 4, whose sealed shares for some clients cannot be opened."""
+
+    def answer(client, answer):
+        if client != 4 or not isinstance(answer, Shared):
+            return answer
+        sealed, others = answer.sealed.clone(), without(range(N), 4)
+        for holder in garbled:
+            sealed[others.index(holder)] = tensor(secrets.token_bytes(SEALED))
+        return replace(answer, sealed=sealed)
+
+    return answer
+
+
+@pytest.mark.parametrize("garbled", [(0, 1, 2), (0, 1, 2, 3, 5)])
+def test_a_dealer_of_garbage_is_left_out_before_anybody_masks_and_its_victims_are_not_blamed(garbled):
+    """4 of 6 shares recover a secret; with three that cannot be opened it would be lost, and the sum with it."""
+    row = run(Transport(answer=dealing(garbled)))
+    told = f"{len(garbled)} of 5 neighbours say that they cannot open what it dealt"
+    assert row.missing == {"4": f"refused: bad share: {told}"}
+    assert LAST[0].clients == (0, 1, 2, 3, 5)
+    assert torch.equal(LAST[0].totals["update"], expected(TASK, LAST[0].clients, SecureSum(), N)[0])
+
+
+def test_few_complaints_exclude_nobody_neither_the_dealer_nor_who_complains():
+    row = run(Transport(answer=dealing((0, 3))))
+    assert not row.missing
+    assert row.events == ["client 4 dealt shares that cannot be opened, or so say clients 0, 3"]
+    assert LAST[0].clients == tuple(range(N))
+    assert torch.equal(LAST[0].totals["update"], expected(TASK, range(N), SecureSum(), N)[0])
+
+
+def test_who_complains_of_everybody_costs_nobody_anything():
+    def answer(client, answer):
+        return Dealt(without(range(12), VICTIM)) if client == VICTIM and isinstance(answer, Dealt) else answer
+
+    row = run(Transport(answer=answer))
+    assert not row.missing
+    assert torch.equal(LAST[0].totals["update"], expected(TASK, range(N), SecureSum(), N)[0])
 
 
 def test_a_client_that_reveals_a_forged_share_is_left_out_and_the_sum_stays_exact():
@@ -330,7 +385,7 @@ def test_a_client_that_reveals_a_forged_share_is_left_out_and_the_sum_stays_exac
         return Unmasked(answer.shares ^ torch.tensor([[0]] * 4 + [[1]] + [[0]], dtype=torch.uint8))
 
     row = run(Transport(answer=forged))
-    assert "refused: bad share: it is not what client 4 says it dealt" in said(row)
+    assert "refused: bad share: it is not what client 4 dealt to it" in said(row)
     assert torch.equal(LAST[0].totals["update"], expected(TASK, range(N), SecureSum(), N)[0])
 
 
@@ -380,7 +435,7 @@ def test_without_it_a_server_that_tells_clients_different_things_still_gets_neit
     row = run(engine)
     assert row.secure[-1].answered == N
     shared, revealed = engine.heard(Shared)[4], engine.heard(Unmasked)
-    context = Context.of(engine.letters[0].envelope.run, 1, range(N))
+    context = Context.of(engine.letters[0].envelope.run, 1, range(N), 4)
     marks = [context.mark(revealed[k].shares[4].numpy().tobytes(), 4, k) for k in range(N)]
     known = [row.numpy().tobytes() for row in shared.marks]
     assert sum(mark == own[:16] for mark, own in zip(marks, known, strict=True)) == 3
@@ -482,7 +537,7 @@ def test_a_hostile_question_within_the_sum_is_refused_by_name(changes, why):
     ],
 )
 def test_a_hostile_vector_is_refused_by_name_and_the_sum_is_of_the_others(vector, why):
-    row = run(Transport(answer=lambda k, a: Masked(vector) if k == VICTIM and isinstance(a, Masked) else a))
+    row = run(Transport(answer=lambda k, a: replace(a, vector=vector) if k == VICTIM and isinstance(a, Masked) else a))
     assert said(row).startswith(f"refused: {why}")
     assert torch.equal(LAST[0].totals["update"], expected(TASK, (0, 1, 3, 4, 5), SecureSum(), N)[0])
 
@@ -497,9 +552,16 @@ class Bad(Summed):
 
 
 @pytest.mark.parametrize(("fault", "why"), [("nan", "not finite"), ("weight", "out of range: the weight is 1000000")])
-def test_a_client_whose_vector_is_no_number_or_weight_too_large_fails_alone(fault, why):
+def test_a_client_whose_vector_is_no_number_or_weight_too_large_masks_zeros(fault, why, caplog):
+    """To refuse would tell the server; what it tells whoever runs the client is in the client's log."""
     method = type("Faulty", (Bad,), {"fault": fault, "__annotations__": {}})()
     LAST.clear()
     result = fv.run(TASK, method, rounds=1, cohort=Only(size=N), engine=Transport())
-    assert said(result.ledger.rows[0]).startswith(f"refused: {why}")
-    assert LAST[0].clients == (0, 1, 3, 4, 5)
+    (row,) = result.ledger.rows
+    assert not row.missing
+    assert not row.events
+    assert LAST[0].clients == tuple(range(N))
+    assert LAST[0].weight == sum(TASK.clients.sizes[:N])
+    assert torch.equal(LAST[0].totals["update"], expected(TASK, (0, 1, 3, 4, 5), SecureSum(), N)[0])
+    (record,) = caplog.records
+    assert record.message.startswith(f"client 2 masks zeros in round 1: Refused: {why}")

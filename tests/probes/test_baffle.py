@@ -151,7 +151,7 @@ def test_a_masked_vector_is_four_bytes_a_direction_and_the_protocol_a_column_of_
     (row,) = one_round(linear_task(), method).ledger.rows
     masked = next(stage for stage in row.secure if stage.stage == "masked")
     bare = len(message.frame(Slopes(torch.zeros(102)), message.Envelope()))  # two elements more: weight and clipped
-    assert 4 * 100 < masked.up / 4 <= bare
+    assert 4 * 100 < masked.up / 4 <= bare + 32  # and a digest
     result = one_round(linear_task(), method)
     assert result.summary()["protocol_up"] == sum(stage.up for stage in row.protocol) > 0
 
@@ -192,7 +192,7 @@ def test_settings_that_do_not_go_together_are_one_sentence(settings, sentence):
 def test_a_client_does_no_more_work_than_the_recipe_says(level):
     task = linear_task()
     kind = Probe if level == "batch" else Walk
-    with pytest.raises(Refused, match="out of range: 10000 directions are asked for, 100 are answered"):
+    with pytest.raises(Refused, match="too large: 10000 directions are asked for, 100 are answered"):
         fv.Baffle(level=level).answer[kind](crowd(task), kind(task.initial, 1, 10_000))
 
 
@@ -245,12 +245,12 @@ def test_digits_are_learnt_under_the_secure_sum_with_drop_outs():
     plan = recipe.read("digits/baffle", ["method.batch=16"])
     assert plan.method.secure
     assert plan.method.seeds == "shared"
-    assert plan.cohort.drop == 0.1
+    assert plan.cohort.drop == 0.08
     result = fv.run(plan.build(), plan.method, rounds=40, cohort=plan.cohort, evaluate_every=40)
     assert result.accuracy >= 0.85
     assert result.summary()["clients_failed"] > 20
     masked = [stage for row in result.ledger.rows for stage in row.secure if stage.stage == "masked"]
-    assert max(stage.up / max(stage.answered, 1) for stage in masked) < 4 * 100 + 64
+    assert max(stage.up / max(stage.answered, 1) for stage in masked) < 4 * 100 + 96
 
 
 def test_a_client_that_is_done_waits_for_larger_ones_unchanged():

@@ -27,7 +27,7 @@ def names(result):
     return [[stage.stage for stage in row.secure] for row in result.ledger.rows]
 
 
-STAGES = ["keys", "shares", "masked", "unmask"]
+STAGES = ["keys", "shares", "dealt", "masked", "unmask"]
 
 
 @pytest.mark.parametrize("method", [fv.FedAvg(LOCAL), fv.FedProx(LOCAL), fv.FedSGD()], ids=lambda m: m.name)

@@ -67,10 +67,11 @@ def overheard(task: Task, method: FedAvg, plan: Sampling, seed: Seed, state: Sta
     assert method.summing
     engine = Listening()
     Federation(task, method, engine, plan, seed).step(state, number, number)
-    fixed = method.summing.fixed_point(len(engine.heard), task.sizes, Codes)
+    how, n = method.summing, len(engine.heard)
+    fixed = how.fixed_point(n, how.quorum(n), task.sizes, Codes)
     bound, read = shapes(Codes, method.up.sizes(task)), {}
     for client, vector in engine.heard.items():
-        values, _, _ = fixed.decode(vector.numpy().view(fixed.dtype), 1)
+        values, _, _ = fixed.decode(vector.numpy().view(fixed.dtype))
         parts = torch.from_numpy(values).float().split([math.prod(shape) for shape in bound.values()])
         read[client] = Codes(*(part.view(shape) for part, shape in zip(parts, bound.values(), strict=True)))
     return read

@@ -55,6 +55,7 @@ class Local:
 
     def open(self, clients: Clients) -> None:
         self._clients = clients
+        clients.debug = self.debug
         task = clients.task
         graphs.COMPILED = self.compile
         if task.device.type == "cuda":

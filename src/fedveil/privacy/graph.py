@@ -62,3 +62,16 @@ def neighbourhoods(ids: tuple[int, ...], k: int, seed: Seed) -> Mapping[int, lis
     reach = np.arange(-(k // 2), k // 2 + 1)
     near = np.sort(circle[(np.arange(n)[:, None] + reach) % n], axis=1)
     return dict(zip(circle.tolist(), near.tolist(), strict=True))
+
+
+@functools.lru_cache(8)
+def connected(ids: tuple[int, ...], k: int, seed: Seed, left: tuple[int, ...]) -> bool:
+    """Whether those of `ids` who are `left` are joined by pair masks, over each other. Each part of a graph that falls
+    apart would give away a sum of its own."""
+    near, unseen = neighbourhoods(ids, k, seed), set(left)
+    found = [unseen.pop()] if unseen else []
+    while found and unseen:
+        met = unseen.intersection(near[found.pop()])
+        unseen -= met
+        found += met
+    return not unseen

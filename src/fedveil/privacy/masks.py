@@ -6,6 +6,7 @@ integers, one a position. Everything happens in arrays, a block at a time, so th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ from fedveil.message import Refused
 KEY = 32  # bytes
 BLOCK = 1 << 18  # bytes of key stream made at a time
 _ZEROS = bytes(BLOCK)
+TAIL = 8.0  # deviations of noise that a sum has room for; beyond is about one number in 10^15
+ROUNDINGS = 20  # tries at a norm that one try in three keeps at worst
 Vector = NDArray[Any]  # uint32 or uint64 [elements]
 
 
@@ -80,44 +83,87 @@ def mask(vector: Vector, added: Iterable[bytes], subtracted: Iterable[bytes] = (
 class FixedPoint:
     """Weighted floats as elements of a ring in which n clients' sum does not wrap.
 
-    A value x of a client of weight w becomes round((w/heaviest · x/clip + 1) · (2^bits - 1)/2). Two elements follow
-    the values: the weight itself, and how many values were beyond ±clip and were cut.
+    A value x of a client of weight w becomes w/heaviest · x/clip · half, with half = 2^(bits-1) - 1, rounded at random
+    to one of its two whole neighbours, so that it is right on average and 0 stays 0. A negative element is its two's
+    complement. Two elements follow the values: the weight itself, and how many values were beyond ±clip and were cut.
+
+    n:        the most clients in a sum
+    heaviest: the public maximum of a client's weight
+    variance: of the noise that a client adds to each element after rounding; with noise, weights are 1
     """
 
     n: int
     clip: float
     bits: int
-    heaviest: int  # the public maximum of a client's weight
+    heaviest: int
+    variance: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "clip", float(np.float32(self.clip)))  # what a float32 can be compared with exactly
-        if self.n * self.largest >= 1 << 64:
+        if not self._fits(64):
             raise ValueError(
                 f"the sum of {self.n} clients with {self.bits} bits and weights up to {self.heaviest} needs more than "
                 "64 bits; set fewer bits"
             )
 
+    def _fits(self, bits: int) -> bool:
+        return self.reach(self.n) < 1 << bits - 1 and self.n * self.heaviest < 1 << bits
+
     @property
-    def largest(self) -> int:
-        return max((1 << self.bits) - 1, self.heaviest)
+    def half(self) -> int:
+        """What a value of `clip` becomes at the largest weight."""
+        return (1 << self.bits - 1) - 1
 
     @property
     def wide(self) -> bool:
         """Whether elements have 64 bits: when 32 do not hold the sum."""
-        return self.n * self.largest >= 1 << 32
+        return not self._fits(32)
 
     @property
     def dtype(self) -> type[np.unsignedinteger[Any]]:
         return np.uint64 if self.wide else np.uint32
 
-    def encode(self, values: NDArray[np.float32], weight: int) -> Vector:
-        """Values [m] -> elements [m + 2]. Raises `Refused` for a value that is no number or a weight out of range."""
+    def reach(self, clients: int) -> int:
+        """The largest magnitude that an element of so many honest clients' sum can have."""
+        noise = TAIL * math.sqrt(clients * self.variance) + TAIL**2 if self.variance else 0
+        return clients * self.half + math.ceil(noise)
+
+    def zeros(self, size: int, weight: int) -> Vector:
+        """The elements of `size` values that are all 0."""
+        elements = np.zeros(size + 2, self.dtype)
+        elements[-2] = weight
+        return elements
+
+    def encode(
+        self, values: NDArray[np.float32], weight: int, draw: np.random.Generator, norm: float | None = None
+    ) -> Vector:
+        """Values [m] -> elements [m + 2], rounded by `draw`. Raises `Refused` for a value that is no number or a weight
+        out of range.
+
+        norm: what the norm of the rounded values may be at most, for differential privacy. They are rounded again until
+              they are within it and towards zero if they never are; how many values were cut is not told then.
+        """
         if not 1 <= weight <= self.heaviest:
             raise Refused("out of range", f"the weight is {weight}, the public maximum {self.heaviest}")
-        half, clipped = ((1 << self.bits) - 1) / 2, 0
-        scale = half * (weight / self.heaviest / self.clip)
-        elements = np.empty(len(values) + 2, self.dtype)
-        step = BLOCK // 8
+        scale = self.half * (weight / self.heaviest / self.clip)
+        elements = self.zeros(len(values), weight)
+        whole = elements[:-2].view(np.dtype(f"i{elements.itemsize}"))
+        if norm is not None:
+            scale *= min(1.0, self.half / max(float(np.linalg.norm(values.astype(np.float64))) * scale, 1e-300))
+        clipped = self._round(values, scale, draw, whole)
+        if norm is None:
+            elements[-1] = min(clipped, ((1 << 8 * elements.itemsize) - 1) // self.n)
+            return elements
+        for _ in range(ROUNDINGS):
+            if float(np.linalg.norm(whole.astype(np.float64))) <= norm:
+                return elements
+            self._round(values, scale, draw, whole)
+        np.trunc(values.astype(np.float64) * scale, out=whole, casting="unsafe")
+        return elements
+
+    def _round(self, values: NDArray[np.float32], scale: float, draw: np.random.Generator, whole: NDArray[Any]) -> int:
+        """Write scale × values, cut and rounded, to `whole`; how many were cut."""
+        clipped, step = 0, BLOCK // 8
         for start in range(0, len(values), step):
             block = values[start : start + step]
             low, high = block.min(), block.max()  # NaN comes through
@@ -127,17 +173,34 @@ class FixedPoint:
                 clipped += int(np.count_nonzero(np.abs(block) > self.clip))
                 block = np.clip(block, -self.clip, self.clip)
             scaled = np.multiply(block, scale, dtype=np.float64)
-            scaled += half + 0.5  # and cutting off is rounding to the nearest
-            elements[start : start + len(block)] = scaled.astype(np.int64)
-        elements[-2:] = weight, min(clipped, ((1 << 8 * elements.itemsize) - 1) // self.n)
-        return elements
+            words = draw.bit_generator.random_raw(-(-len(block) // 2)).view(np.uint32)[: len(block)]
+            scaled += words * 2.0**-32
+            np.floor(scaled, out=scaled)
+            whole[start : start + len(block)] = scaled
+        return clipped
 
-    def decode(self, total: Vector, clients: int) -> tuple[NDArray[np.float64], int, int]:
-        """The sum of so many clients' elements [m + 2] -> Σ w/heaviest · x [m], Σ w, and how many values were cut."""
-        half = ((1 << self.bits) - 1) / 2
-        values = (total[:-2].astype(np.float64) / half - clients) * self.clip
-        return values, int(total[-2]), int(total[-1])
+    def check(self, total: Vector, clients: int) -> None:
+        """Raise `Refused` for a sum of elements [m + 2] that so many honest clients cannot have."""
+        values, weight, clipped = self._parts(total)
+        furthest, reach = max(-int(values.min()), int(values.max())), self.reach(clients)
+        if furthest > reach:
+            raise Refused("out of range", f"an element of it is {furthest:,}, and {clients} clients reach {reach:,}")
+        if not clients <= weight <= clients * self.heaviest:
+            most = clients * self.heaviest
+            told = f"its weight is {weight}, and that of {clients} clients is from {clients} to {most}"
+            raise Refused("out of range", told)
+        if clipped > clients * len(values):
+            most = clients * len(values)
+            raise Refused("out of range", f"{clipped} values were cut, and {clients} clients have {most}")
+
+    def decode(self, total: Vector) -> tuple[NDArray[np.float64], int, int]:
+        """A sum of elements [m + 2] -> Σ w/heaviest · x [m], Σ w, and how many values were cut."""
+        values, weight, clipped = self._parts(total)
+        return values.astype(np.float64) * (self.clip / self.half), weight, clipped
+
+    def _parts(self, total: Vector) -> tuple[NDArray[np.signedinteger[Any]], int, int]:
+        return total[:-2].view(np.dtype(f"i{total.itemsize}")), int(total[-2]), int(total[-1])
 
     def error(self, clients: int, weight: int) -> float:
         """How far an element of the weighted mean of so many clients can be from that of the values within ±clip."""
-        return clients * self.clip / ((1 << self.bits) - 1) * self.heaviest / weight
+        return clients * self.clip / self.half * self.heaviest / weight

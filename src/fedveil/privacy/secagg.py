@@ -3,13 +3,15 @@
     stage      the server asks              a client answers
     keys       Advertise                    two fresh X25519 public keys, signed with its identity
     shares     Share: everybody's keys      Shamir shares of its two secrets, sealed for each neighbour
+    dealt      Deal: what was sealed for it whose shares it cannot open
     masked     Mask: the method's question  its vector + PRG(b) ± PRG(each neighbour's pair key), in a wrapping ring
     agreement  Agree: who is left           its signature of that set            (only against a malicious server)
     unmask     Unmask: who is left or gone  a share of b of each who is left, of the mask key of each who is gone
 
 Pair masks cancel in the sum; those of clients who are gone and every b are recovered from t shares. Cohorts shrink,
-U1 ⊇ U2 ⊇ U3 ⊇ U4, and the sum is of U3. This module holds what both sides know: settings, records and key derivation.
-The clients' side is `summand.py`, the server's `summing.py`.
+U1 ⊇ U2 ⊇ U3 ⊇ U4, and the sum is of U3. A pair mask is derived from all that the two clients were asked
+(`Context.asked`), so masks of clients who were asked different things do not cancel. This module holds what both sides
+know: settings, records and key derivation. The clients' side is `summand.py`, the server's `summing.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import math
 import secrets
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -32,6 +34,7 @@ from fedveil.message import Answer, Question, Shape, Size
 from fedveil.privacy import graph, masks
 from fedveil.privacy.masks import KEY, FixedPoint
 from fedveil.privacy.shamir import SHARE
+from fedveil.privacy.skellam import SumNoise
 
 if TYPE_CHECKING:
     from fedveil.clients import Crowd
@@ -39,8 +42,8 @@ if TYPE_CHECKING:
     from fedveil.federation import Method
     from fedveil.task import Task
 
-PROTOCOL = b"fedveil secure sum 1"
-SIGNATURE, MARK, NONCE, TAG = 64, 16, 12, 16  # bytes
+PROTOCOL = b"fedveil secure sum 2"
+SIGNATURE, DIGEST, MARK, NONCE, TAG = 64, 32, 16, 12, 16  # bytes
 SEALED = NONCE + 2 * SHARE + TAG
 
 
@@ -49,7 +52,8 @@ class SecureSum:
     """How vectors are summed so that the server sees their sum only.
 
     clip:       values beyond ±clip are cut, and counted in the ledger
-    bits:       of a value in fixed point; elements have 32 bits, or 64 if the sum of all clients needs them
+    bits:       of a value in fixed point, its sign among them; elements have 32 bits, or 64 if the sum of all clients
+                needs them
     server:     whom it protects from: a "curious" server that keeps to the protocol, or a "malicious" one
     least:      the fewest clients that a client lets itself be summed with
     neighbours: with how many others a client masks; None chooses, and is everybody in cohorts of up to 100
@@ -62,8 +66,8 @@ class SecureSum:
     neighbours: int | None = None
 
     def __post_init__(self) -> None:
-        if self.clip <= 0 or not 1 <= self.bits <= 52:
-            raise ValueError("a secure sum needs clip above 0 and from 1 to 52 bits")
+        if self.clip <= 0 or not 2 <= self.bits <= 52:
+            raise ValueError("a secure sum needs clip above 0 and from 2 to 52 bits")
         if self.server not in ("curious", "malicious"):
             raise ValueError(f"secure.server is '{self.server}'; use curious or malicious")
         if self.least < 3:
@@ -85,17 +89,27 @@ class SecureSum:
                 f"merge.kind is '{merge}', which compares clients' updates one by one, and in a secure sum the server "
                 "sees none of them; use mean"
             )
-        self.fixed_point(len(task.clients), task.sizes, answer)
+        n = len(task.clients)
+        self.fixed_point(n, self.quorum(n), task.sizes, answer)
 
-    def fixed_point(self, n: int, sizes: Mapping[str, Size], answer: type[Answer]) -> FixedPoint:
-        """The encoding of `answer` in a cohort of n."""
+    def fixed_point(self, n: int, quorum: int, sizes: Mapping[str, Size], answer: type[Answer]) -> FixedPoint:
+        """The encoding of `answer` in a cohort of n, of whom a quorum is enough."""
         heaviest = sizes.get("records", 1) if "records" in answer.__struct_fields__ else 1
         assert isinstance(heaviest, int)
         return FixedPoint(n, self.clip, self.bits, heaviest)
 
+    @property
+    def noise(self) -> SumNoise | None:
+        """The noise that clients add, if it is they who make the sum private."""
+        return None
+
     def even(self) -> SecureSum:
         """The same where every client weighs 1: no bits are kept for weights."""
-        return _Even(**vars(self))
+        return _Even(**_settings(self))
+
+    def noised(self, noise: SumNoise) -> SecureSum:
+        """The same where every client weighs 1, cuts its vector to norm `clip` and adds a share of this noise."""
+        return _Noised(**_settings(self), added=noise)
 
     def quorum(self, n: int) -> int:
         """The fewest of n clients that are summed, and that together can recover a secret."""
@@ -115,7 +129,8 @@ class SecureSum:
         ids, n = list(turn.cohort), len(turn.cohort)
         if n < self.quorum(n):
             return []
-        holders, fixed = self.degree(n) + 1, self.fixed_point(n, task.sizes, method.reply(question))
+        holders = self.degree(n) + 1
+        fixed = self.fixed_point(n, self.quorum(n), task.sizes, method.reply(question))
         sizes = {**method.schema(task, question, turn.client), **question.sizes()}
         elements = sum(math.prod(shape) for shape in shapes(method.reply(question), sizes).values()) + 2
 
@@ -127,11 +142,10 @@ class SecureSum:
         return [
             Advertise(),
             Share(ids, self.quorum(n), blank(holders, KEY), blank(holders, KEY), blank(holders, SIGNATURE)),
+            Deal(ids, blank(holders - 1, SEALED), blank(holders - 1, 2 * MARK)),
             Mask(ids, elements, fixed.wide, question.kind, payload),
             *([Agree(ids)] if malicious else []),
-            Unmask(ids, [], blank(holders - 1, SEALED), ids, blank(n, SIGNATURE))
-            if malicious
-            else Unmask(ids, [], blank(holders - 1, SEALED)),
+            Unmask(ids, [], holders, ids, blank(n, SIGNATURE)) if malicious else Unmask(ids, [], holders),
         ]
 
     def stages(
@@ -147,6 +161,7 @@ class SecureSum:
         return {
             Advertise: summand.advertise,
             Share: summand.share,
+            Deal: summand.deal,
             Mask: summand.mask,
             Agree: summand.agree,
             Unmask: summand.unmask,
@@ -155,8 +170,25 @@ class SecureSum:
 
 @dataclass(frozen=True)
 class _Even(SecureSum):
-    def fixed_point(self, n: int, sizes: Mapping[str, Size], answer: type[Answer]) -> FixedPoint:
+    def fixed_point(self, n: int, quorum: int, sizes: Mapping[str, Size], answer: type[Answer]) -> FixedPoint:
         return FixedPoint(n, self.clip, self.bits, 1)
+
+
+@dataclass(frozen=True)
+class _Noised(SecureSum):
+    added: SumNoise = field(kw_only=True)
+
+    @property
+    def noise(self) -> SumNoise:
+        return self.added
+
+    def fixed_point(self, n: int, quorum: int, sizes: Mapping[str, Size], answer: type[Answer]) -> FixedPoint:
+        fixed = FixedPoint(n, self.clip, self.bits, 1)
+        return replace(fixed, variance=self.added.variance(fixed.half, quorum))
+
+
+def _settings(how: SecureSum) -> dict[str, Any]:
+    return {each.name: getattr(how, each.name) for each in fields(SecureSum)}
 
 
 @dataclass(frozen=True)
@@ -232,16 +264,38 @@ class Share(Question, frozen=True):
         return {"holders": len(self.channel), "peers": len(self.channel) - 1}
 
 
+@message.kind(41)
+class Dealt(Answer, frozen=True):
+    """Whose shares the client cannot open, or which are not what their dealer says it dealt."""
+
+    complaints: Ids = []
+
+
+@message.kind(40)
+class Deal(Question, frozen=True):
+    """Who shared, what the client's neighbours among them sealed for it, and the marks of these shares."""
+
+    reply = Dealt
+    ids: Ids
+    sealed: Sealed
+    marks: Annotated[Tensor, octets("peers", 2 * MARK)]
+
+    def sizes(self) -> dict[str, Size]:
+        return {"peers": len(self.sealed)}
+
+
 @message.kind(34)
 class Masked(Answer, frozen=True):
-    """The masked vector: ring elements, 32 or 64 bits each, as signed integers."""
+    """The masked vector: ring elements, 32 or 64 bits each, as signed integers; and a digest of all that the client was
+    asked and computed it from, which its masks are made of."""
 
     vector: Annotated[Tensor, Shape(("elements",), "ring", -(2.0**63), 2.0**63)]
+    asked: Annotated[Tensor, octets(None, DIGEST)]
 
 
 @message.kind(35)
 class Mask(Question, frozen=True):
-    """Who shared (U2), and the method's own question, of which the answer is masked."""
+    """Whose shares were dealt (U2), and the method's own question, of which the answer is masked."""
 
     reply = Masked
     ids: Ids
@@ -282,18 +336,18 @@ class Unmasked(Answer, frozen=True):
 
 @message.kind(39)
 class Unmask(Question, frozen=True):
-    """Who is left (U3) and who is gone (U2 without U3), the shares that neighbours sealed for this client, and, against
-    a malicious server, who signed that set."""
+    """Who is left (U3) and who is gone (U2 without U3), how many of U2 are the client's neighbours or itself, and,
+    against a malicious server, who signed that set."""
 
     reply = Unmasked
     alive: Ids
     gone: Ids
-    sealed: Sealed
+    holders: Annotated[int, Meta(ge=1, lt=message.SERVER)]
     signers: Ids = []
     signatures: Annotated[Tensor, octets("signers", SIGNATURE)] | None = None
 
     def sizes(self) -> dict[str, Size]:
-        return {"holders": len(self.sealed) + 1, "peers": len(self.sealed), "signers": len(self.signers)}
+        return {"holders": self.holders, "signers": len(self.signers)}
 
 
 class Secrets(msgspec.Struct, frozen=True):
@@ -309,9 +363,10 @@ class Secrets(msgspec.Struct, frozen=True):
     session: bytes = b""  # digest of U1 and the keys seen
     holders: list[int] = []  # the neighbours and the client itself
     channel_keys: dict[int, bytes] = {}  # to open what a neighbour sealed
-    pair_masks: dict[int, bytes] = {}  # keys of the masks shared with neighbours
-    kept: bytes = b""  # the client's own shares of its own secrets
-    shared: list[int] = []  # U2
+    pairs: dict[int, bytes] = {}  # secrets shared with neighbours, of which masks are derived
+    held: dict[int, bytes] = {}  # shares of neighbours' secrets and of the client's own
+    shared: list[int] = []  # who shared, and from the masked stage on U2
+    asked: bytes = b""  # digest of what the masked vector was computed from
     alive: list[int] = []  # U3, once it was signed
 
     def sealed(self, key: bytes, about: bytes) -> bytes:
@@ -341,27 +396,35 @@ def listed(ids: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True)
 class Context:
-    """What keys and signatures are bound to: the protocol, the run and the round, and once they are known the ids."""
+    """What keys and signatures are bound to: the protocol, the run and the round, and once they are known who takes
+    part and how many must stay."""
 
     run: bytes
     round: int
-    ids: bytes = b""  # digest of U1, sorted
+    ids: bytes = b""  # digest of U1, sorted, and of the quorum
 
     @staticmethod
-    def of(run: bytes, round_: int, ids: Sequence[int]) -> Context:
-        return Context(run, round_, digest(listed(ids)))
+    def of(run: bytes, round_: int, ids: Sequence[int], quorum: int) -> Context:
+        return Context(run, round_, digest(listed(ids), listed([quorum])))
 
     def info(self, purpose: str, *clients: int) -> bytes:
         where = self.run + self.round.to_bytes(4, "little") + self.ids
         return PROTOCOL + where + purpose.encode() + listed(clients)
 
+    def asked(self, basis: bytes, question: Mask) -> bytes:
+        """A digest of everything that the server supplied and a masked vector depends on: `basis`, which is the
+        method's question, the weights held and the round's earlier questions (see `Crowd.basis`), and the stage's own
+        fields."""
+        sizes = listed([question.wide, *divmod(question.elements, 1 << 32)])
+        return digest(self.info("asked"), basis, sizes, listed(question.ids))
+
     def signed_keys(self, client: int, channel: bytes, mask: bytes) -> bytes:
         """What a client signs when it advertises; U1 is not known then."""
         return Context(self.run, self.round).info("keys", client) + channel + mask
 
-    def signed_set(self, session: bytes, alive: Sequence[int]) -> bytes:
-        """What a client signs when it agrees on who is left."""
-        return self.info("alive") + session + listed(alive)
+    def signed_set(self, session: bytes, asked: bytes, alive: Sequence[int]) -> bytes:
+        """What a client signs when it agrees on who is left, and on what all of them were asked."""
+        return self.info("alive") + session + asked + listed(alive)
 
     def seal_key(self, shared_secret: bytes, sender: int, receiver: int) -> bytes:
         return masks.derive(shared_secret, self.info("seal", sender, receiver))
@@ -369,12 +432,17 @@ class Context:
     def sealed_about(self, sender: int, receiver: int) -> bytes:
         return self.info("sealed", sender, receiver)
 
-    def pair_mask(self, shared_secret: bytes, a: int, b: int) -> bytes:
-        """The key of the mask that a and b share: the one with the lower id adds it, the other subtracts it."""
-        return masks.derive(shared_secret, self.info("pair mask", min(a, b), max(a, b)))
+    def pair_mask(self, shared_secret: bytes, asked: bytes, a: int, b: int) -> bytes:
+        """The key of the mask that a and b share, if both were asked the same: the one with the lower id adds it, the
+        other subtracts it."""
+        return masks.derive(shared_secret, self.info("pair mask", min(a, b), max(a, b)) + asked)
 
     def own_mask(self, secret: bytes, client: int) -> bytes:
         return masks.derive(secret, self.info("own mask", client))
+
+    def marks(self, both: bytes, dealer: int, holder: int) -> bytes:
+        """The marks of the two shares that a dealer gives a holder."""
+        return self.mark(both[:SHARE], dealer, holder) + self.mark(both[SHARE:], dealer, holder)
 
     def mark(self, secret: bytes, *clients: int) -> bytes:
         """Tells a forged share (of a dealer, for a holder) or a wrong b (of a dealer), and gives neither away."""

@@ -2,11 +2,15 @@
 
 Its secrets are made anew for every round by the operating system and forgotten with it. Each stage is answered once, in
 order. Only a client that has not unmasked in this round begins anew when asked to (a server that was killed comes back
-and asks again), with other secrets.
+and asks again), with other secrets, and then masks the answer to the same question only.
+
+Nothing that a client does at the masked stage depends on its records in a way that the server can see. Where there is
+no vector to mask, because training failed or gave a value that is no number, it masks zeros.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +22,10 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fedveil import message
+from fedveil.clients import OWN_NOTE
 from fedveil.message import Answer, Question, Refused
-from fedveil.privacy import graph, masks, shamir
-from fedveil.privacy.masks import KEY
+from fedveil.privacy import graph, masks, shamir, skellam
+from fedveil.privacy.masks import KEY, FixedPoint, Vector
 from fedveil.privacy.secagg import (
     NONCE,
     SEALED,
@@ -29,6 +34,8 @@ from fedveil.privacy.secagg import (
     Agree,
     Agreed,
     Context,
+    Deal,
+    Dealt,
     Mask,
     Masked,
     Secrets,
@@ -47,13 +54,17 @@ from fedveil.privacy.shamir import SHARE
 if TYPE_CHECKING:
     from fedveil.clients import Crowd
 
-NOTE = "secure sum"
-OVER = "unmasked"  # a note of its own: a client that restarts loses its secrets and must not unmask twice all the same
+NOTE = OWN_NOTE  # the secrets of the round. The others are no secrets, and a client that restarts finds them again:
+OVER = f"{OWN_NOTE}: unmasked"  # it must not unmask twice,
+BASIS = f"{OWN_NOTE}: basis"  # nor mask the answers to two questions
+PENDING = f"{OWN_NOTE}: memory"  # what it will remember once it has unmasked
+ABOUT_QUESTIONS = ("over budget", "lost state", "out of step", "wrong kind", "too large")  # refusals, not about records
+_log = logging.getLogger("fedveil")
 
 
 @dataclass(frozen=True)
 class Summand:
-    """Answers to the protocol's questions; `table` has the method's own, asked at the third stage."""
+    """Answers to the protocol's questions; `table` has the method's own, asked at the masked stage."""
 
     how: SecureSum
     table: Mapping[type[Question], Callable[[Crowd, Any], Sequence[Answer]]]
@@ -64,6 +75,7 @@ class Summand:
         for client, note in zip(crowd.clients, crowd.notes, strict=True):
             if OVER in note:
                 raise Refused("wrong stage", f"client {client} has unmasked a sum in round {crowd.round}")
+            note.pop(PENDING, None)
             channel_key, mask_key, own = (secrets.token_bytes(KEY) for _ in range(3))
             kept = Secrets("keys", channel_key, mask_key, own)
             channel, mask = masks.public_key(channel_key), masks.public_key(mask_key)
@@ -78,7 +90,8 @@ class Summand:
             raise Refused("bad set", f"{question.quorum} of {n} clients are to be enough; that protects too little")
         if ids != sorted(set(ids)):
             raise Refused("bad set", "the clients are not listed once each, in ascending order")
-        context, t = Context.of(crowd.run, crowd.round, ids), self.how.threshold(n, question.quorum)
+        context = Context.of(crowd.run, crowd.round, ids, question.quorum)
+        t = self.how.threshold(n, question.quorum)
         near = graph.neighbourhoods(tuple(ids), self.how.degree(n), crowd.seed)
         point = {k: x for x, k in enumerate(ids, 1)}
         session = digest(listed(ids), *(tensor_.numpy().tobytes() for tensor_ in (question.channel, question.mask)))
@@ -98,9 +111,7 @@ class Summand:
                 opening[other] = context.seal_key(secret, other, client)
                 key, about = context.seal_key(secret, client, other), context.sealed_about(client, other)
                 sealed.append(masks.seal(key, secrets.token_bytes(NONCE), both[other], about))
-            marks = [
-                context.mark(both[k][:SHARE], client, k) + context.mark(both[k][SHARE:], client, k) for k in holders
-            ]
+            marks = [context.marks(both[k], client, k) for k in holders]
             mark = context.mark(kept.own, client)
             answers.append(
                 Shared(tensor(b"".join(sealed), SEALED), tensor(b"".join(marks), len(marks[0])), tensor(mark))
@@ -116,8 +127,8 @@ class Summand:
                     session=session,
                     holders=holders,
                     channel_keys=opening,
-                    pair_masks={k: context.pair_mask(s, client, k) for k, s in zip(others, met, strict=True)},
-                    kept=both[client],
+                    pairs=dict(zip(others, met, strict=True)),
+                    held={client: both[client]},
                 )
             )
         return self._noted(crowd, notes, answers)
@@ -138,73 +149,144 @@ class Summand:
             raise Refused("bad key", f"the keys listed for client {client} are not those it made")
         return keys
 
+    def deal(self, crowd: Crowd, question: Deal) -> list[Dealt]:
+        """Open what neighbours sealed. Who cannot open a share says so before anybody masks, and has none to reveal."""
+        ids, answers, notes = question.ids, [], []
+        for client, kept in zip(crowd.clients, self._kept(crowd, "shares"), strict=True):
+            if ids != sorted({*ids} & {*kept.ids}) or client not in ids:
+                raise Refused(
+                    "bad set", "who shared is not among who advertised keys, each once, or this client is not"
+                )
+            dealers = [k for k in kept.holders if k in {*ids} and k != client]
+            if len(question.sealed) != len(dealers):
+                raise Refused("bad share", f"{len(question.sealed)} sealed shares came from {len(dealers)} neighbours")
+            context, held = self._context(crowd, kept), dict(kept.held)
+            for dealer, sealed, marks in zip(dealers, rows(question.sealed), rows(question.marks), strict=True):
+                both = masks.unseal(kept.channel_keys[dealer], sealed, context.sealed_about(dealer, client))
+                if both and context.marks(both, dealer, client) == marks:
+                    held[dealer] = both
+            answers.append(Dealt([k for k in dealers if k not in held]))
+            notes.append(replace(kept, stage="dealt", channel_keys={}, held=held, shared=ids))
+        return self._noted(crowd, notes, answers)
+
     def mask(self, crowd: Crowd, question: Mask) -> list[Masked]:
         table = {kind.kind: kind for kind in self.table}
         if question.asked not in table:
             raise Refused("wrong kind", f"answers to questions of kind {question.asked} are not summed")
-        all_kept, ids = self._kept(crowd, "shares"), set(question.ids)
+        all_kept, ids = self._kept(crowd, "dealt"), set(question.ids)
         for client, kept in zip(crowd.clients, all_kept, strict=True):
             t = self.how.threshold(len(kept.ids), kept.quorum)
-            if len(ids) < len(question.ids) or not ids <= set(kept.ids) or client not in ids:
-                raise Refused(
-                    "bad set", "who shared is not among who advertised keys, each once, or this client is not"
-                )
+            if question.ids != sorted(ids & {*kept.shared}) or client not in ids:
+                raise Refused("bad set", "who dealt is not among who shared, each once, or this client is not")
             if len(ids) < kept.quorum or len(ids.intersection(kept.holders)) < t:
                 raise Refused("bad set", f"{len(ids)} clients shared, {kept.quorum} are needed")
-        inner = message.unpack(question.question.numpy().data, table[question.asked])
+        payload = question.question.numpy().data
+        inner = message.unpack(payload, table[question.asked])
         message.check(inner, {**crowd.task.sizes, **inner.sizes()})
-        answers, notes = [], []
-        for client, kept, answer in zip(crowd.clients, all_kept, self.table[type(inner)](crowd, inner), strict=True):
-            fixed, values = self.how.fixed_point(len(kept.ids), crowd.task.sizes, type(answer)), flat(answer)
-            if (len(values) + 2, fixed.wide) != (question.elements, question.wide):
-                raise Refused(
-                    "wrong shape", f"{question.elements} elements were asked for, there are {len(values) + 2}"
-                )
-            vector = fixed.encode(values, getattr(answer, "records", 1))
-            context = Context.of(crowd.run, crowd.round, kept.ids)
-            pairs = {k: key for k, key in kept.pair_masks.items() if k in ids}
+        _check_memory(crowd)
+        bases = crowd.basis(inner.kind, payload)
+        for client, note, basis in zip(crowd.clients, crowd.notes, bases, strict=True):
+            if note.get(BASIS, basis) != basis:
+                told = f"client {client} has masked the answer to another question in round {crowd.round}"
+                raise Refused("wrong stage", told)
+        given, answers, notes = self._given(crowd, inner), [], []
+        for i, (client, kept) in enumerate(zip(crowd.clients, all_kept, strict=True)):
+            kind = type(given[i]) if given else type(inner).reply
+            fixed = self.how.fixed_point(len(kept.ids), kept.quorum, crowd.task.sizes, kind)
+            size = len(flat(given[i])) if given else question.elements - 2
+            if (size + 2, fixed.wide) != (question.elements, question.wide):
+                raise Refused("wrong shape", f"{question.elements} elements were asked for, there are {size + 2}")
+            vector = self._encoded(crowd, i, fixed, given[i] if given else None, size)
+            context = self._context(crowd, kept)
+            asked = context.asked(bases[i], question)
+            pairs = {k: context.pair_mask(s, asked, client, k) for k, s in kept.pairs.items() if k in ids}
             added = [context.own_mask(kept.own, client), *(key for k, key in pairs.items() if k > client)]
             masks.mask(vector, added, [key for k, key in pairs.items() if k < client])
-            answers.append(Masked(torch.from_numpy(vector.view(np.dtype(f"i{vector.itemsize}")))))
-            notes.append(replace(kept, stage="masked", shared=sorted(ids)))
+            answers.append(Masked(torch.from_numpy(vector.view(np.dtype(f"i{vector.itemsize}"))), tensor(asked)))
+            notes.append(replace(kept, stage="masked", shared=question.ids, asked=asked))
+        for note, basis, record in zip(crowd.notes, bases, crowd.kept or [None] * len(crowd), strict=True):
+            note[BASIS] = basis
+            note.update({PENDING: record} if record is not None else {})
+        crowd.kept = None
         return self._noted(crowd, notes, answers)
+
+    def _given(self, crowd: Crowd, inner: Question) -> Sequence[Answer]:
+        """The clients' own answers; nothing where they fail, which is nobody else's business."""
+        try:
+            return self.table[type(inner)](crowd, inner)
+        except Exception as error:
+            told = isinstance(error, Refused) and error.reason in ABOUT_QUESTIONS
+            if told or crowd.debug or len(crowd) > 1:  # of a stack that fails, each client is asked again
+                raise
+            crowd.kept = None
+            self._zeroed(crowd, 0, error)
+            return ()
+
+    def _encoded(self, crowd: Crowd, i: int, fixed: FixedPoint, answer: Answer | None, size: int) -> Vector:
+        """A client's elements before they are masked, with its share of the noise."""
+        weight = 1 if fixed.heaviest == 1 else min(int(crowd.rows.counts[i]), fixed.heaviest)
+        noise, vector = self.how.noise, fixed.zeros(size, weight)
+        if answer is not None:
+            norm = skellam.rounded(fixed.half, size) if noise else None
+            draw = crowd.seeds("rounding")[i].numpy()
+            try:
+                vector = fixed.encode(flat(answer), getattr(answer, "records", 1), draw, norm)
+            except Refused as error:
+                self._zeroed(crowd, i, error)
+        if noise:
+            key = masks.derive(crowd.secrets("sum noise")[i].key, b"fedveil sum noise")
+            vector[:-2] += skellam.draw(key, fixed.variance, size).astype(fixed.dtype)
+        return vector
+
+    def _zeroed(self, crowd: Crowd, i: int, why: Exception) -> None:
+        """Tell whoever runs this client, and a simulation's ledger."""
+        told = f"client {crowd.clients[i]} masks zeros in round {crowd.round}: {type(why).__name__}: {why}"
+        _log.warning(told, exc_info=why if not isinstance(why, Refused) else None)
+        masked = crowd.figures.get("zeroed", [0.0] * len(crowd))
+        crowd.figures["zeroed"] = [1.0 if k == i else value for k, value in enumerate(masked)]
 
     def agree(self, crowd: Crowd, question: Agree) -> list[Agreed]:
         answers, notes = [], []
         for client, kept in zip(crowd.clients, self._kept(crowd, "masked"), strict=True):
-            self._check_alive(client, kept, question.alive)
-            context = Context.of(crowd.run, crowd.round, kept.ids)
-            signature = crowd.identities.sign(client, context.signed_set(kept.session, question.alive))
-            answers.append(Agreed(tensor(signature)))
+            self._check_alive(crowd, client, kept, question.alive)
+            signed = self._context(crowd, kept).signed_set(kept.session, kept.asked, question.alive)
+            answers.append(Agreed(tensor(crowd.identities.sign(client, signed))))
             notes.append(replace(kept, stage="agreement", alive=question.alive))
         return self._noted(crowd, notes, answers)
 
     def unmask(self, crowd: Crowd, question: Unmask) -> list[Unmasked]:
+        """Reveal shares, and remember what the masked vector left to remember: of a sum that is never unmasked nothing
+        stays."""
         malicious = self.how.server == "malicious"
         alive, gone = set(question.alive), set(question.gone)
         answers = []
         for client, kept in zip(crowd.clients, self._kept(crowd, "agreement" if malicious else "masked"), strict=True):
-            self._check_alive(client, kept, question.alive)
+            self._check_alive(crowd, client, kept, question.alive)
             if alive & gone or len(gone) < len(question.gone):
                 raise Refused("bad set", "a client is named as left and as gone, or twice")
             if sorted(alive | gone) != kept.shared:
                 raise Refused("bad set", "who is left and who is gone are not those who shared")
-            context = Context.of(crowd.run, crowd.round, kept.ids)
             if malicious:
-                self._check_agreement(crowd, context, kept, question)
-            answers.append(Unmasked(tensor(b"".join(self._reveal(context, client, kept, alive, question)), SHARE)))
+                self._check_agreement(crowd, kept, question)
+            shares = self._reveal(kept, alive)
+            if len(shares) != question.holders:
+                raise Refused("bad set", f"{question.holders} shares are asked for, of {len(shares)} neighbours")
+            answers.append(Unmasked(tensor(b"".join(shares), SHARE)))
+        crowd.remember([note.pop(PENDING, None) for note in crowd.notes])
         for note in crowd.notes:
             note[OVER] = True
         return self._noted(crowd, [Secrets("unmask") for _ in answers], answers)
 
-    def _check_alive(self, client: int, kept: Secrets, alive: Sequence[int]) -> None:
+    def _check_alive(self, crowd: Crowd, client: int, kept: Secrets, alive: Sequence[int]) -> None:
         if list(alive) != sorted({*alive} & {*kept.shared}) or client not in alive:
             raise Refused("bad set", "who is left is not among who shared, each once, or this client is not")
         if len(alive) < kept.quorum:
             raise Refused("bad set", f"{len(alive)} clients are left, {kept.quorum} are needed")
+        if not graph.connected(tuple(kept.ids), self.how.degree(len(kept.ids)), crowd.seed, tuple(alive)):
+            raise Refused("bad set", "the masks of those who are left fall into parts, of which each has its own sum")
 
-    def _check_agreement(self, crowd: Crowd, context: Context, kept: Secrets, question: Unmask) -> None:
-        """Enough of those who are left have signed the very set that this client signed."""
+    def _check_agreement(self, crowd: Crowd, kept: Secrets, question: Unmask) -> None:
+        """Enough of those who are left have signed the very set that this client signed, and were asked the same."""
         if question.alive != kept.alive:
             raise Refused("bad set", "who is left is not what this client signed")
         signers = question.signers
@@ -212,24 +294,18 @@ class Summand:
             raise Refused("bad set", "signatures are missing or not of clients who are left, each once")
         if len(signers) < kept.quorum:
             raise Refused("bad set", f"{len(signers)} clients signed who is left, {kept.quorum} are needed")
+        signed = self._context(crowd, kept).signed_set(kept.session, kept.asked, question.alive)
         for signer, signature in zip(signers, rows(question.signatures), strict=True):
-            crowd.identities.verify(signer, signature, context.signed_set(kept.session, question.alive))
+            crowd.identities.verify(signer, signature, signed)
 
-    def _reveal(self, context: Context, client: int, kept: Secrets, alive: set[int], question: Unmask) -> list[bytes]:
+    def _reveal(self, kept: Secrets, alive: set[int]) -> list[bytes]:
         """A share of b of each who is left and of the mask key of each who is gone: never both of one client."""
         dealers = [k for k in kept.holders if k in {*kept.shared}]
-        if len(question.sealed) != len(dealers) - 1:
-            raise Refused("bad share", f"{len(question.sealed)} sealed shares came for {len(dealers) - 1} neighbours")
-        sealed = dict(zip([k for k in dealers if k != client], rows(question.sealed), strict=True))
-        shares = []
-        for dealer in dealers:
-            both: bytes | None = kept.kept
-            if dealer != client:
-                both = masks.unseal(kept.channel_keys[dealer], sealed[dealer], context.sealed_about(dealer, client))
-            if both is None:
-                raise Refused("bad share", f"the share of client {dealer} was not sealed by it for client {client}")
-            shares.append(both[:SHARE] if dealer in alive else both[SHARE:])
-        return shares
+        both = {k: kept.held.get(k, bytes(2 * SHARE)) for k in dealers}  # of whom it complained it has nothing
+        return [both[k][:SHARE] if k in alive else both[k][SHARE:] for k in dealers]
+
+    def _context(self, crowd: Crowd, kept: Secrets) -> Context:
+        return Context.of(crowd.run, crowd.round, kept.ids, kept.quorum)
 
     def _kept(self, crowd: Crowd, stage: str) -> list[Secrets]:
         """What each client keeps after `stage`, which must be the last one it answered."""
@@ -246,10 +322,14 @@ class Summand:
         return answers
 
 
-def fewest(crowd: Crowd) -> list[int]:
-    """Of each client in a secure sum: without how many others, itself among them, it unmasks nothing in this round."""
-    kept: list[Secrets] = crowd.recall(NOTE)
-    return [secret.quorum for secret in kept]
+def _check_memory(crowd: Crowd) -> None:
+    """What a client remembers must say what of it is the server's, or that would not be bound into the masks."""
+    for record in crowd.memory:
+        if record is not None and record.common is None:
+            raise TypeError(
+                f"{type(record).__name__}, which clients remember, does not say which of its fields hold what the "
+                "server supplied; for secure sums set `common` to their names, or to () if there are none"
+            )
 
 
 def flat(answer: Answer) -> NDArray[np.float32]:

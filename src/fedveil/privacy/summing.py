@@ -1,8 +1,9 @@
-"""The server's side of the secure sum: four stages on top of `Cohort.exchange`, five against a malicious server."""
+"""The server's side of the secure sum: five stages on top of `Cohort.exchange`, six against a malicious server."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,7 @@ from fedveil.privacy.secagg import (
     Advertised,
     Agree,
     Context,
+    Deal,
     Mask,
     SecureSum,
     Share,
@@ -56,41 +58,53 @@ def ask_sum(cohort: Cohort, identities: Identities, run: bytes, question: Questi
     enough(cohort.ids, "keys")
     keys = _honest(cohort, identities, Context(run, cohort.round), cohort.exchange(Advertise(), "keys"))
     enough(keys, "keys")
-    scene = _Scene(Context.of(run, cohort.round, tuple(keys)), keys, how, quorum, cohort)
+    scene = _Scene(Context.of(run, cohort.round, tuple(keys), quorum), keys, how, quorum, cohort)
 
     shared = cohort.exchange(scene.routed_keys(), "shares")
-    senders = scene.connected(shared)
-    enough(senders, "shares")
-    fixed = how.fixed_point(len(keys), task.sizes, kind)
+    sharers = scene.reachable(shared, {})
+    enough(sharers, "shares")
+    dealt = cohort.exchange(scene.routed_shares(shared, sharers), "dealt")
+    complaints = scene.complaints(dealt, sharers)
+    senders = scene.reachable(dealt, complaints)
+    enough(senders, "dealt")
+
+    fixed = how.fixed_point(len(keys), quorum, task.sizes, kind)
     sizes = {**method.schema(task, question, senders[0]), **question.sizes()}
     bound = shapes(kind, sizes)
     elements = sum(math.prod(shape) for shape in bound.values()) + 2
     asked = Mask(senders, elements, fixed.wide, question.kind, tensor(message.pack(question)))
-    masked = cohort.exchange(dict.fromkeys(senders, asked), "masked")
+    masked = scene.alike(cohort.exchange(dict.fromkeys(senders, asked), "masked"))
     enough(masked, "masked")
     cohort.require(len(masked), len(cohort))
-
     alive, signatures = list(masked), {}
+    if not scene.connected(alive):
+        raise BelowQuorum(
+            "the secure sum stopped at 'masked' and nothing of anybody was revealed: the neighbourhoods of those who "
+            "are left fall apart; set method.secure.neighbours higher, or leave it out"
+        )
+
     if how.server == "malicious":
         signed = cohort.exchange(dict.fromkeys(alive, Agree(alive)), "agreement")
         enough(signed, "agreement")
         signatures = {k: signed[k].signature.numpy().tobytes() for k in signed}
-    unmasked = cohort.exchange(scene.routed_shares(shared, senders, alive, signatures), "unmask")
+    unmasked = cohort.exchange(scene.last_questions(senders, alive, signatures), "unmask")
     total = _total(masked, fixed)
-    scene.unmask(total, senders, set(alive), shared, unmasked)
+    digest = next(iter(masked.values())).asked.numpy().tobytes()
+    scene.unmask(total, senders, set(alive), shared, scene.shares(senders, alive, shared, unmasked, complaints), digest)
     cohort.counted(alive)
 
-    values, weight, clipped = fixed.decode(total, len(alive))
-    if not len(alive) <= weight <= len(alive) * fixed.heaviest:
-        raise BelowQuorum(
-            f"the secure sum cannot be used: its weight is {weight}, and that of {len(alive)} clients is from "
-            f"{len(alive)} to {len(alive) * fixed.heaviest}, so somebody masked a wrong vector"
-        )
+    try:
+        fixed.check(total, len(alive))
+    except Refused as error:
+        raise BelowQuorum(f"the secure sum cannot be used: {error.detail}, so somebody masked a wrong vector") from None
+    values, weight, clipped = fixed.decode(total)
+    if not values.any():
+        cohort.tell("the secure sum is 0 in every element: clients may have failed and masked zeros; see their logs")
     parts = torch.from_numpy(values).split([math.prod(shape) for shape in bound.values()])
     totals = {name: part.view(shape) for (name, shape), part in zip(bound.items(), parts, strict=True)}
-    error = fixed.error(len(alive), weight)
-    cohort.note(clipped=clipped, quantisation=error)
-    return Sum(tuple(alive), weight, totals, fixed.heaviest, clipped, error)
+    furthest = fixed.error(len(alive), weight)
+    cohort.note(clipped=clipped, quantisation=furthest)
+    return Sum(tuple(alive), weight, totals, fixed.heaviest, clipped, furthest)
 
 
 def _honest(cohort: Cohort, identities: Identities, context: Context, answers: Answers) -> dict[int, _Keys]:
@@ -160,42 +174,83 @@ class _Scene:
                 made[id(holders)] = Share(ids, self.quorum, *map(tensor, parts, widths))
         return {client: made[id(holders)] for client, holders in self.near.items()}
 
-    def connected(self, shared: Answers) -> list[int]:
-        """Those who shared and of whose neighbours enough did, so that what they mask can be unmasked."""
-        left = set(shared)
-        while few := {k for k in left if len(left.intersection(self.near[k])) < self.threshold}:
+    def reachable(self, answers: Answers, complaints: Mapping[int, Collection[int]]) -> list[int]:
+        """Those who answered and whose secrets enough others can help to recover: neighbours who are there too and do
+        not complain of them."""
+        left = set(answers)
+
+        def helpers(dealer: int) -> int:
+            return len(left.intersection(self.near[dealer]).difference(complaints.get(dealer, ())))
+
+        while few := {k for k in left if helpers(k) < self.threshold}:
             left -= few
-        for client in {*shared} - left:
-            self.cohort.refuse(client, Refused("bad set", "too few of its neighbours shared"))
+        for client in {*answers} - left:
+            why, near = Refused("bad set", "too few of its neighbours are there"), len(self.near[client])
+            if len(those := complaints.get(client, ())) > near - self.threshold:
+                told = f"{len(those)} of {near - 1} neighbours say that they cannot open what it dealt"
+                why = Refused("bad share", told)
+            self.cohort.refuse(client, why)
         return sorted(left)
 
-    def routed_shares(
-        self, shared: Mapping[int, Shared], senders: list[int], alive: list[int], signatures: Mapping[int, bytes]
+    def routed_shares(self, shared: Mapping[int, Shared], sharers: list[int]) -> dict[int, Question]:
+        """For each client what its neighbours sealed for it, and the marks of that."""
+        there = set(sharers)
+        sealed = {k: dict(zip((o for o in self.near[k] if o != k), rows(shared[k].sealed), strict=True)) for k in there}
+        marks = {k: dict(zip(self.near[k], rows(shared[k].marks), strict=True)) for k in there}
+
+        def routed(client: int) -> Question:
+            near = [k for k in self.near[client] if k in there and k != client]
+            parts = (b"".join(part[k][client] for k in near) for part in (sealed, marks))
+            return Deal(sharers, *map(tensor, parts, (SEALED, 2 * MARK)))
+
+        return {client: routed(client) for client in sharers}
+
+    def complaints(self, dealt: Answers, sharers: list[int]) -> dict[int, set[int]]:
+        """By dealer, who says that it cannot open what that one dealt. One of them lies, and nobody knows which: a
+        dealer is left out if so many complain that its secrets could not be recovered."""
+        found: dict[int, set[int]] = {}
+        for holder, answer in dealt.items():
+            for dealer in {*answer.complaints}.intersection(self.near[holder], sharers) - {holder}:
+                found.setdefault(dealer, set()).add(holder)
+        for dealer, holders in sorted(found.items()):
+            who = ", ".join(map(str, sorted(holders)))
+            self.cohort.tell(f"client {dealer} dealt shares that cannot be opened, or so say clients {who}")
+        return found
+
+    def alike(self, masked: Answers) -> dict[int, Any]:
+        """The vectors of those who were asked the same as most: masks of others do not cancel against theirs."""
+        digests = {k: answer.asked.numpy().tobytes() for k, answer in masked.items()}
+        most = Counter(digests.values()).most_common(1)
+        for client in (k for k, digest in digests.items() if digest != most[0][0]):
+            self.cohort.refuse(client, Refused("out of step", "it computed from something else than most clients did"))
+        return {k: answer for k, answer in masked.items() if digests[k] == most[0][0]}
+
+    def connected(self, alive: list[int]) -> bool:
+        return graph.connected(tuple(self.keys), self.how.degree(len(self.keys)), self.cohort.seed, tuple(alive))
+
+    def last_questions(
+        self, senders: list[int], alive: list[int], signatures: Mapping[int, bytes]
     ) -> dict[int, Question]:
-        """Who is left and gone, and for each client what its neighbours sealed for it."""
+        """Who is left and gone; where all are neighbours this is one broadcast."""
         there, gone = set(senders), sorted({*senders} - {*alive})
-        sealed = {k: rows(shared[k].sealed) for k in senders}
-        place = {k: {other: i for i, other in enumerate(o for o in self.near[k] if o != k)} for k in senders}
         signed = tensor(b"".join(signatures.values()), SIGNATURE) if signatures else None
-        return {
-            client: Unmask(
-                alive,
-                gone,
-                tensor(
-                    b"".join(sealed[k][place[k][client]] for k in self.near[client] if k in there and k != client),
-                    SEALED,
-                ),
-                list(signatures),
-                signed,
-            )
-            for client in signatures or alive
-        }
+        made: dict[int, Question] = {}
+        asked = signatures or alive
+        holders = {client: len(there.intersection(self.near[client])) for client in asked}
+        for count in holders.values():
+            made.setdefault(count, Unmask(alive, gone, count, list(signatures), signed))
+        return {client: made[holders[client]] for client in asked}
 
     def unmask(
-        self, total: masks.Vector, senders: list[int], alive: set[int], shared: Mapping[int, Shared], unmasked: Answers
+        self,
+        total: masks.Vector,
+        senders: list[int],
+        alive: set[int],
+        shared: Mapping[int, Shared],
+        shares: Mapping[int, Mapping[int, bytes]],
+        asked: bytes,
     ) -> None:
         """Take away from the sum of masked vectors each b's mask and those pair masks that nobody's cancel."""
-        shares = self._shares(senders, alive, shared, unmasked)
         added, subtracted = list[bytes](), list[bytes]()
         for dealer in senders:
             secret = self._recovered(dealer, shares[dealer], dealer in alive, shared[dealer])
@@ -204,24 +259,31 @@ class _Scene:
             else:
                 near = [k for k in self.near[dealer] if k in alive]
                 for k, met in zip(near, masks.exchange(secret, (self.keys[k].mask for k in near)), strict=True):
-                    (subtracted if k < dealer else added).append(self.context.pair_mask(met, dealer, k))
+                    (subtracted if k < dealer else added).append(self.context.pair_mask(met, asked, dealer, k))
         masks.mask(total, added, subtracted)
 
-    def _shares(
-        self, senders: list[int], alive: set[int], shared: Mapping[int, Shared], unmasked: Answers
+    def shares(
+        self,
+        senders: list[int],
+        alive: list[int],
+        shared: Mapping[int, Shared],
+        unmasked: Answers,
+        complaints: Mapping[int, Collection[int]],
     ) -> dict[int, dict[int, bytes]]:
         """Shares by dealer and holder's point, without those that are not what the dealer dealt."""
-        there, point = set(senders), {k: x for x, k in enumerate(self.keys, 1)}
+        there, left, point = set(senders), set(alive), {k: x for x, k in enumerate(self.keys, 1)}
         marks = {k: dict(zip(self.near[k], rows(shared[k].marks), strict=True)) for k in senders}
         shares: dict[int, dict[int, bytes]] = {k: {} for k in senders}
         for holder, answer in unmasked.items():
             dealers = [k for k in self.near[holder] if k in there]
             for dealer, share in zip(dealers, rows(answer.shares), strict=True):
-                mark = marks[dealer][holder][:MARK] if dealer in alive else marks[dealer][holder][MARK:]
+                if holder in complaints.get(dealer, ()):
+                    continue
+                mark = marks[dealer][holder][:MARK] if dealer in left else marks[dealer][holder][MARK:]
                 if self.context.mark(share, dealer, holder) == mark:
                     shares[dealer][point[holder]] = share
                 else:
-                    self.cohort.refuse(holder, Refused("bad share", f"it is not what client {dealer} says it dealt"))
+                    self.cohort.refuse(holder, Refused("bad share", f"it is not what client {dealer} dealt to it"))
         return shares
 
     def _recovered(self, dealer: int, shares: Mapping[int, bytes], alive: bool, shared: Shared) -> bytes:
@@ -238,4 +300,5 @@ class _Scene:
             return secret
         if secret and not alive and masks.public_key(secret) == self.keys[dealer].mask:
             return secret
+        self.cohort.refuse(dealer, Refused("bad share", "what it dealt are shares of no secret of its own"))
         raise BelowQuorum(f"the secure sum cannot be unmasked: client {dealer} dealt shares of no secret of its own")

@@ -287,7 +287,7 @@ class Baffle(Method):
         """K of a question, unless it is more work than the recipe says."""
         if question.directions > self.directions:
             raise Refused(
-                "out of range", f"{question.directions} directions are asked for, {self.directions} are answered"
+                "too large", f"{question.directions} directions are asked for, {self.directions} are answered"
             )
         return question.directions
 

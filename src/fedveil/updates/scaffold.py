@@ -42,6 +42,8 @@ class TrainControlled(Question, frozen=True):
 class Control(Record, frozen=True):
     """A client's memory: its own control variate c_k."""
 
+    common = ()
+
     control: Weights
 
 
