@@ -328,10 +328,10 @@ def test_a_comparison_with_a_private_run_has_a_column_for_it() -> None:
     jobs_ = [jobs.Job.held(Path("c", name)) for name in ("digits-fedavg", "digits-fedprox")]
     with show.out.capture() as shown:
         show.comparison(jobs_)
-    assert re.search(r"^run +accuracy +and round +up in all +ε +seconds$", shown.get(), re.M)
-    assert re.search(r"^digits-fedavg +0\.\d+ .* kB +– +\S+$", shown.get(), re.M)
+    assert re.search(r"^run +accuracy +and round +up in all +ε +relation +seconds$", shown.get(), re.M)
+    assert re.search(r"^digits-fedavg +0\.\d+ .* kB +– +– +\S+$", shown.get(), re.M)
     epsilon = jobs_[1].ledger.rows[-1].epsilon
-    assert re.search(rf"^digits-fedprox +0\.\d+ .* kB +{epsilon:.4g} +\S+$", shown.get(), re.M)
+    assert re.search(rf"^digits-fedprox +0\.\d+ .* kB +{epsilon:.4g} +add/remove +\S+$", shown.get(), re.M)
 
 
 def test_the_demo_is_of_built_in_recipes() -> None:
@@ -379,7 +379,7 @@ def test_a_private_round_tells_what_it_spent(monkeypatch: pytest.MonkeyPatch) ->
     result = fv("run", "digits/fedlap-dp", "--out", "a", *quick)
     good(result)
     spent = [row.epsilon for row in Ledger.read(Path("a/ledger.jsonl")).rows]
-    assert re.findall(r"^round ./2  accuracy [\d.]+  ε ([\d.]+)  [\d.]+ kB up", result.stderr, re.M) == [
+    assert re.findall(r"^round ./2  accuracy [\d.]+  ε ([\d.]+) \(add/remove\)  [\d.]+ kB up", result.stderr, re.M) == [
         f"{epsilon:.4g}" for epsilon in spent
     ]
 

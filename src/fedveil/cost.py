@@ -63,7 +63,7 @@ def cost(task: Task, recipe: Recipe) -> dict[str, Any]:
         raise ValueError("the recipe's draws choose too few clients for a secure sum in every round; raise cohort.size")
     plain_up, plain_down = zip(*(_bytes(plain, task, turn) for turn in turns), strict=True)
     works = [method.work(turn) for turn in turns]
-    epsilon, lasting = _privacy(task, recipe)
+    epsilon, relation, lasting = _privacy(task, recipe)
     return {
         "method": method.name,
         "rounds": recipe.rounds,
@@ -76,6 +76,7 @@ def cost(task: Task, recipe: Recipe) -> dict[str, Any]:
             "activations": FLOAT * task.activations * max(work.held for work in works),
         },
         "epsilon": epsilon,
+        "relation": relation,
         "notes": _notes(task, recipe, turns) + lasting,
     }
 
@@ -86,20 +87,27 @@ def _cohorts(task: Task, recipe: Recipe) -> list[tuple[int, ...]]:
     return [recipe.cohort.draw(task, rounds.child("round", n + 1, "cohort")) for n in range(recipe.rounds)]
 
 
-def _privacy(task: Task, recipe: Recipe) -> tuple[float | None, list[str]]:
-    """The ε at the end, if any is promised, and what there is to say about it."""
+def _privacy(task: Task, recipe: Recipe) -> tuple[float | None, str | None, list[str]]:
+    """The ε at the end, if any is promised, its neighbouring relation, and what there is to say about it."""
     if (account := recipe.method.account(task, recipe.cohort)) is None:
-        return None, []
+        return None, None, []
     tally, promise, epsilon = Tally(account), account.promise, 0.0
     cohorts = _cohorts(task, recipe)
     while tally.rounds < recipe.rounds and not tally.exhausted(cohorts[tally.rounds]):
         epsilon = tally.ask(cohorts[tally.rounds])
-    notes = [f"Differential privacy (method.{promise.key}): ε is {epsilon:.4g} at δ {promise.delta:g} in the end."]
+    notes = [
+        f"Differential privacy (method.{promise.key}): ε is {epsilon:.4g} at δ {promise.delta:g} in the end, for "
+        f"neighbours by {promise.relation}."
+    ]
+    if account.colluders is not None:
+        notes.append(
+            f"ε holds if at most {account.colluders} clients of a sum tell the server their noise (colluders)."
+        )
     if tally.rounds < recipe.rounds:
         notes.append(f"The budget of ε {promise.budget:g} ends the run after round {tally.rounds}; bytes are of all.")
     if account.everyone:
         notes.append("Cohorts are drawn in private; the other figures are those of one such run.")
-    return epsilon, notes
+    return epsilon, promise.relation, notes
 
 
 def _turns(task: Task, recipe: Recipe) -> Iterator[Turn]:

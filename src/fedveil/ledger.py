@@ -41,6 +41,8 @@ class Row(msgspec.Struct, kw_only=True):
     metrics: dict[str, float] = {}  # accuracy, loss and what the method noted
     passes: int = 0  # records run forward and backward by the clients, in simulation
     epsilon: float | None = None
+    relation: str | None = None  # the neighbours for which this ε holds
+    colluders: int | None = None  # clients without whose noise it holds, where clients share the noise of a sum
     seconds: float = 0.0
 
     def count_up(self, client: int, size: int) -> None:
@@ -100,6 +102,7 @@ class Ledger:
         """The figures of `--format json`."""
         _, accuracy = self.series("accuracy")
         _, loss = self.series("loss")
+        charged = next((row for row in reversed(self.rows) if row.epsilon is not None), None)
         up, asked = sum(row.bytes_up for row in self.rows), sum(len(row.up) for row in self.rows)
         return {
             "method": method,
@@ -116,7 +119,9 @@ class Ledger:
             "bytes_up_per_client_round": up / asked if asked else 0.0,
             "clients_failed": sum(len(row.missing) for row in self.rows),
             "passes": sum(row.passes for row in self.rows),
-            "epsilon": next((r.epsilon for r in reversed(self.rows) if r.epsilon is not None), None),
+            "epsilon": charged and charged.epsilon,
+            "relation": charged and charged.relation,
+            "colluders": charged and charged.colluders,
             "seconds": sum(row.seconds for row in self.rows),
         }
 

@@ -2,11 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
-from fedveil.privacy.accountant import CLOSE, Noised, epsilon, solve
+from fedveil.privacy.accountant import CLOSE, Noised, Skellam, epsilon, solve
 
 
 @pytest.mark.parametrize(("rounds", "expected"), [(1, 2.79), (7, 6.73), (15, 10.18), (17, 10.93)])
@@ -86,3 +88,81 @@ def test_what_cannot_be_solved_is_said():
 def test_values_out_of_range(changed, words):
     with pytest.raises(ValueError, match=words):
         solve(**{"delta": 1e-5, "noise": 1.0, "sample_rate": 0.1, "steps": 10} | changed)
+
+
+# ---------------------------------------------------------------------------------------------------- Skellam
+
+
+def divergence(order: float, shift: int, variance: float) -> float:
+    """Rényi's, of a Skellam variable from one that is shifted. Probabilities e^-μ I_k(μ) by their ratios, which do not
+    underflow: I_k / I_k-1 = 1 / (2k/μ + I_k+1 / I_k)."""
+    reach = int(12 * math.sqrt(variance) + 40 + 2 * order * shift)
+    ratio, ratios = 0.0, []
+    for k in range(2 * reach, 0, -1):
+        ratio = 1 / (2 * k / variance + ratio)
+        ratios.append(ratio)
+    logs = math.log(stats.skellam.pmf(0, variance / 2, variance / 2)) + np.cumsum([0.0, *np.log(ratios[::-1])])
+    values = np.arange(-reach, reach + 1)
+    terms = order * logs[np.abs(values)] + (1 - order) * logs[np.abs(values - shift)]
+    return float((terms.max() + np.log(np.exp(terms - terms.max()).sum())) / (order - 1))
+
+
+@pytest.mark.parametrize("variance", [0.5, 10.0, 100.0, 1000.0, 5000.0])
+@pytest.mark.parametrize("shift", [1, 2, 5, 20])
+def test_skellams_divergence_is_within_its_bound_and_close_to_it(variance, shift):
+    for order in (2, 3, 5, 8):
+        true, bound = divergence(order, shift, variance), Skellam(variance, shift, shift, 1).divergence(order)
+        assert true <= bound * (1 + 1e-9)
+        if variance >= 100 and order * shift <= math.sqrt(variance):
+            assert bound <= 1.03 * true
+        assert bound <= order * shift**2 / (2 * variance) + 1.5 * shift / variance
+
+
+def test_the_bound_in_several_dimensions():
+    """A divergence of independent entries is the sum of theirs, and the bound of all is not below it."""
+    for vector in ([1, 1, 1], [3, 0, 1], [-2, 5, 4]):
+        l2, l1 = math.sqrt(sum(v * v for v in vector)), sum(map(abs, vector))
+        for variance in (20.0, 400.0):
+            true = sum(divergence(4, abs(v), variance) for v in vector if v)
+            assert true <= Skellam(variance, l2, l1, 1).divergence(4) * (1 + 1e-9)
+
+
+def test_golden_values_of_the_bound():
+    """α/2 Δ²/μ + min(((2α - 1)Δ² + 6Δ₁) / 4μ², 3Δ₁ / 2μ), by hand."""
+    assert Skellam(100.0, 3.0, 5.0, 1).divergence(4) == pytest.approx(0.18 + 93 / 40_000)
+    assert Skellam(0.5, 3.0, 5.0, 1).divergence(4) == pytest.approx(36 + 15)
+
+
+@pytest.mark.parametrize(("noise", "steps"), [(1.0, 1), (2.0, 10), (5.0, 100)])
+def test_fine_skellam_noise_costs_what_gaussian_noise_does(noise, steps):
+    fine = Skellam((noise * 1e6) ** 2, 1e6, 1e6, steps)
+    gaussian = epsilon([Noised(noise, 1.0, steps)], 1e-5)
+    assert gaussian * (1 - 1e-9) <= epsilon([fine], 1e-5) <= 1.02 * gaussian
+    assert epsilon([Skellam((noise * 10) ** 2, 10, 30, steps)], 1e-5) > epsilon([fine], 1e-5)
+
+
+def test_between_whole_orders_the_bound_is_not_below_the_divergence():
+    from fedveil.privacy.accountant import _curve
+
+    step = Skellam(50.0, 4.0, 4.0, 1)
+    orders, curve = _curve(step)
+    for order, bound in zip(orders, curve, strict=True):
+        if order < 12:
+            assert divergence(float(order), 4, 50.0) <= bound * (1 + 1e-9)
+    assert dict(zip(orders, curve, strict=True))[3.0] == step.divergence(3)
+
+
+def test_gaussian_and_skellam_steps_add_up():
+    gaussian, integer = Noised(1.0, 0.0256, 200), Skellam(1e4, 50.0, 80.0, 5)
+    both = epsilon([gaussian, integer], 1e-5)
+    assert max(epsilon([gaussian], 1e-5), epsilon([integer], 1e-5)) < both
+    assert both < epsilon([gaussian], 1e-5) + epsilon([integer], 1e-5)
+    assert both == pytest.approx(epsilon([integer, gaussian], 1e-5), rel=1e-12)
+    assert epsilon([Skellam(1e4, 50.0, 80.0, 0)], 1e-5) == 0
+
+
+def test_what_skellam_noise_does_not_have():
+    with pytest.raises(ValueError, match="'pld', but Skellam noise has no privacy loss distribution here; use rdp"):
+        epsilon([Skellam(1.0, 1.0, 1.0, 1)], 1e-5, "pld")
+    with pytest.raises(ValueError, match="the variance of Skellam noise is 0"):
+        Skellam(0.0, 1.0, 1.0, 1)

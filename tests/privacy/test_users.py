@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 import fedveil as fv
 from fedveil.engines import Local as Engine
 from fedveil.federation import private_root
+from fedveil.privacy import skellam
 from fedveil.privacy.account import Tally
-from fedveil.privacy.accountant import Noised, epsilon
+from fedveil.privacy.accountant import Noised, Skellam, epsilon
 from fedveil.privacy.dpsgd import WITHIN, normal
 from fedveil.privacy.users import UserLevel
 from toys import linear_task
@@ -20,6 +21,7 @@ from updates.codecs import crowd_of
 
 LOCAL = fv.Local(lr=0.5, batch=3)
 SUM = UserLevel(noise=1.5, clip=0.2, delta=1e-2)
+ZERO = dataclasses.replace(SUM, relation="zero-out")
 CLIENT = dataclasses.replace(SUM, where="client")
 ROOT = fv.Seed.root(4)
 NUMBERS = st.floats(width=32, allow_nan=True, allow_infinity=True)
@@ -68,7 +70,7 @@ def test_any_codec_that_is_decoded_alone_can_be_summed_so(more):
 
 @pytest.mark.parametrize("drop", [0.0, 0.999999])
 def test_a_round_in_which_nobody_is_drawn_or_answers_is_noised_and_charged_too(drop):
-    task, method, plan = linear_task(), fv.FedAvg(LOCAL, user_privacy=SUM), fv.Sampling(1, "poisson", drop=drop)
+    task, method, plan = linear_task(), fv.FedAvg(LOCAL, user_privacy=ZERO), fv.Sampling(1, "poisson", drop=drop)
     tally = Tally(method.account(task, plan))
     federation = fv.Federation(task, method, Engine(), plan, ROOT, secret=private_root(5), tally=tally)
     state, cohorts = method.begin(task), []
@@ -91,35 +93,42 @@ def test_a_round_in_which_nobody_is_drawn_or_answers_is_noised_and_charged_too(d
 def test_a_client_cuts_and_noises_its_update_before_it_is_encoded():
     task, crowd = linear_task(), crowd_of(linear_task(), 0, 1)
     updates = torch.stack([torch.arange(8.0), torch.ones(8) / 100])
-    found = CLIENT.noised(crowd, updates, [1, 4])
-    for k, (secret, among) in enumerate(zip(crowd.secrets("user privacy"), (1, 4), strict=True)):
-        noise = normal(secret.child("noise"), 8).float() * (1.5 * 0.2 / math.sqrt(among))
+    found = CLIENT.noised(crowd, updates)
+    for k, secret in enumerate(crowd.secrets("user privacy")):
+        noise = normal(secret.child("noise"), 8).float() * (1.5 * 0.2)
         torch.testing.assert_close(found[k], cut(updates, 0.2)[k] + noise)
     result = fv.run(task, fv.FedAvg(LOCAL, up=fv.Half(), user_privacy=CLIENT), rounds=1, cohort=4)
     assert 0.05 < float((result.weights - task.initial).norm()) < 3  # √8 · 0.3 / √4 is 0.42
 
 
-def test_the_least_number_of_clients_that_a_secure_sum_accepts_has_all_of_the_noise(monkeypatch):
-    task, asked = linear_task(8, 48), []
-    true = UserLevel.noised
+@pytest.mark.parametrize("colluders", [0, 2])
+def test_the_fewest_clients_that_a_secure_sum_accepts_have_all_of_the_noise_without_colluders(monkeypatch, colluders):
+    task, asked, true = linear_task(8, 48), [], skellam.draw
 
-    def watched(self, crowd, updates, among):
-        asked.append((among, len(crowd)))
-        return true(self, crowd, updates, among)
+    def watched(key, variance, size):
+        asked.append((key, variance, size))
+        return true(key, variance, size)
 
-    monkeypatch.setattr(UserLevel, "noised", watched)
-    how = fv.SecureSum(bits=30)
-    method = fv.FedAvg(fv.Local(lr=1e-9), user_privacy=SUM, secure=how)
-    result = fv.run(task, method, rounds=1, cohort=8, insecure_test_noise=5)
-    assert asked == [([how.quorum(8)] * 8, 8)]
-    noised = UserLevel(noise=1.5, clip=0.2).noised(
-        crowd_of(linear_task(8, 48), *range(8)), torch.zeros(8, 20_000), [5] * 8
-    )
-    for survivors in (5, 8):
-        deviation = float(noised[:survivors].sum(0).std())
-        assert deviation == pytest.approx(1.5 * 0.2 * math.sqrt(survivors / 5), rel=5 / math.sqrt(2 * 20_000))
+    monkeypatch.setattr(skellam, "draw", watched)
+    how = fv.SecureSum(bits=20)
+    private = dataclasses.replace(SUM, colluders=colluders)
+    result = fv.run(task, fv.FedAvg(fv.Local(lr=1e-9), user_privacy=private, secure=how), rounds=2, cohort=8)
+    assert how.quorum(8) == 5
+    assert {asking[1:] for asking in asked} == {((1.5 * (2**19 - 1)) ** 2 / (5 - colluders), 8)}
+    assert len({key for key, *_ in asked}) == 16
     assert result.ledger.rows[0].metrics["clipped"] == 0
-    assert 0.01 < float((result.weights - task.initial).norm()) < 1  # √8 · 0.3 · √(8/5) / 8 is 0.13
+    assert {(row.relation, row.colluders) for row in result.ledger.rows} == {("replacement", colluders)}
+    assert result.summary()["colluders"] == colluders
+    assert 0.01 < float((result.weights - task.initial).norm()) < 1.5  # √2 rounds · √8 · 0.3 · √(8/5) / 8 is 0.19
+
+
+def test_nothing_is_added_to_an_update_before_the_secure_sum_noises_it():
+    task = linear_task()
+    method = fv.FedAvg(LOCAL, user_privacy=SUM, secure=fv.SecureSum())
+    found = method.released(crowd_of(task, 0, 1, 2, 3), task.initial)
+    expected = LOCAL.train(crowd_of(task, 0, 1, 2, 3), task.initial)[0] - task.initial
+    torch.testing.assert_close(found, cut(expected, 0.2))
+    assert method.summing.clip == 0.2
 
 
 def test_a_secure_sum_of_private_updates_is_divided_by_the_public_number():
@@ -145,20 +154,49 @@ def crowd(task, clients, seed):
 
 
 @pytest.mark.parametrize(
-    ("more", "noise", "rate", "everyone"),
+    ("how", "noise", "rate", "everyone"),
     [
-        ({}, 1.5, 0.5, True),  # the server noises, and nobody else knows who was drawn
-        ({"secure": fv.SecureSum()}, 1.5, 1.0, False),  # the server knows who was drawn
-        ({"user_privacy": CLIENT}, 0.75, 1.0, False),  # and here any update may stand in another's place
+        (ZERO, 1.5, 0.5, True),  # the server noises, and nobody else knows who was drawn
+        (CLIENT, 0.75, 1.0, False),  # the server knows who was drawn
+        (dataclasses.replace(CLIENT, relation="zero-out"), 1.5, 1.0, False),
     ],
 )
-def test_what_a_round_costs(more, noise, rate, everyone):
-    task, method = linear_task(), fv.FedAvg(**{"user_privacy": SUM} | more)
+def test_what_a_round_costs(how, noise, rate, everyone):
+    task, method = linear_task(), fv.FedAvg(user_privacy=how)
     drawn = method.account(task, POISSON)
     assert (drawn.answer, drawn.everyone) == (Noised(noise, rate, 1), everyone)
     fixed = method.account(task, fv.Sampling(size=2))
     assert (fixed.answer, fixed.everyone) == (Noised(noise, 1.0, 1), False)
     assert drawn.spent(7) == epsilon([Noised(noise, rate, 7)], 1e-2)
+    assert (drawn.promise.relation, drawn.colluders) == (how.relation, None)
+
+
+@pytest.mark.parametrize(("relation", "apart"), [("replacement", 2), ("zero-out", 1)])
+def test_what_a_round_of_a_secure_sum_costs(relation, apart):
+    """One client's rounded update has norm r, or two of them lie 2r apart; their L1 norm is √d times that at most."""
+    how = dataclasses.replace(SUM, relation=relation, colluders=1)
+    method = fv.FedAvg(user_privacy=how, secure=fv.SecureSum(bits=10))
+    r = math.sqrt(511**2 + 8 / 4 + 511 + math.sqrt(8) / 2)
+    for cohort in (POISSON, fv.Sampling(size=4)):
+        found = method.account(linear_task(), cohort)
+        assert (found.everyone, found.colluders) == (False, 1)
+        assert found.answer.variance == (1.5 * 511) ** 2
+        assert found.answer.l2 == pytest.approx(apart * r)
+        assert found.answer.l1 == pytest.approx(apart * r * math.sqrt(8))
+    assert found.spent(3) == epsilon([dataclasses.replace(found.answer, steps=3)], 1e-2)
+    assert UserLevel(relation=relation).step(3, 40).l1 == pytest.approx(apart * skellam.rounded(3, 40) ** 2)  # r < √d
+
+
+@pytest.mark.parametrize(("relation", "golden"), [("zero-out", 6.24), ("replacement", 15.46)])
+@pytest.mark.parametrize("where", ["sum", "client"])
+def test_a_relation_means_the_same_wherever_noise_is_added(where, relation, golden):
+    how = UserLevel(noise=2.0, delta=1e-3, where=where, relation=relation)
+    task, plan = linear_task(), fv.Sampling(size=4)
+    clear = fv.FedAvg(user_privacy=how).account(task, plan)
+    assert clear.spent(10) == pytest.approx(golden, abs=0.005)
+    secure = fv.FedAvg(user_privacy=how, secure=fv.SecureSum()).account(task, plan)
+    assert isinstance(secure.answer, Skellam if where == "sum" else Noised)
+    assert secure.spent(10) == pytest.approx(golden, rel=0.02)
 
 
 def test_in_a_cohort_of_fixed_size_a_client_is_charged_for_the_rounds_it_is_in():
@@ -167,7 +205,8 @@ def test_in_a_cohort_of_fixed_size_a_client_is_charged_for_the_rounds_it_is_in()
     for row in result.ledger.rows:
         for k in row.cohort:
             times[k] += 1
-        assert row.epsilon == epsilon([Noised(1.5, 1.0, max(times))], 1e-2)
+        assert row.epsilon == epsilon([Noised(0.75, 1.0, max(times))], 1e-2)
+        assert (row.relation, row.colluders) == ("replacement", None)
     assert max(times) < 6
 
 
@@ -185,7 +224,7 @@ def test_cohorts_are_drawn_in_private_where_that_counts():
     def cohorts(method, **more):
         return [row.cohort for row in fv.run(linear_task(8), method, rounds=12, cohort=POISSON, **more).ledger.rows]
 
-    hidden, public = fv.FedAvg(LOCAL, user_privacy=SUM), fv.FedAvg(LOCAL, user_privacy=CLIENT)
+    hidden, public = fv.FedAvg(LOCAL, user_privacy=ZERO), fv.FedAvg(LOCAL, user_privacy=CLIENT)
     assert cohorts(hidden) != cohorts(hidden)
     assert cohorts(hidden, insecure_test_noise=1) == cohorts(hidden, insecure_test_noise=1)
     assert cohorts(public) == cohorts(public) == cohorts(fv.FedAvg(LOCAL))
@@ -233,3 +272,63 @@ def test_settings_that_promise_nothing_are_refused():
         fv.run(linear_task(), fv.FedAvg(user_privacy=UserLevel(delta=0.3)), rounds=1)
     with pytest.raises(ValueError, match=r"cohort.quorum is 0.5, but a round that is skipped would tell who was drawn"):
         fv.run(linear_task(), fv.FedAvg(user_privacy=SUM), rounds=1, cohort=dataclasses.replace(POISSON, quorum=0.5))
+    with pytest.raises(ValueError, match=r"user_privacy.relation is 'add'; use replacement or zero-out"):
+        UserLevel(relation="add")
+    with pytest.raises(ValueError, match=r"user_privacy.colluders is -1; it is 0 or more"):
+        UserLevel(colluders=-1)
+    with pytest.raises(ValueError, match=r'hidden Poisson draws.*set user_privacy.relation = "zero-out"'):
+        fv.run(linear_task(), fv.FedAvg(user_privacy=SUM), rounds=1, cohort=POISSON)
+
+
+@pytest.mark.parametrize("more", [{"where": "sum"}, {"where": "client"}])
+def test_colluders_are_refused_where_nobody_shares_noise(more):
+    how = UserLevel(colluders=1, **more)
+    with pytest.raises(ValueError, match=r"user_privacy.colluders is 1, but clients share noise only with"):
+        fv.FedAvg(user_privacy=how, secure=fv.SecureSum() if how.where == "client" else None)
+
+
+def test_as_many_colluders_as_a_sum_has_clients_are_refused():
+    how, secure = dataclasses.replace(SUM, colluders=3), fv.SecureSum()
+    with pytest.raises(ValueError, match=r"colluders is 3, but 3 clients are enough for a sum.*set it to 2 or less"):
+        fv.run(linear_task(), fv.FedAvg(user_privacy=how, secure=secure), rounds=1, cohort=4)
+    alone = dataclasses.replace(SUM, colluders=2).sum_noise  # each client then adds all of the noise
+    assert alone.variance(100, secure.quorum(4)) == (1.5 * 100) ** 2
+
+
+def test_noise_in_a_secure_sum_has_one_accountant():
+    with pytest.raises(ValueError, match=r'accountant is pld, but noise inside a secure sum is accounted by "rdp"'):
+        fv.FedAvg(user_privacy=UserLevel(accountant="pld"), secure=fv.SecureSum())
+    fv.FedAvg(user_privacy=UserLevel(accountant="pld", where="client"), secure=fv.SecureSum())
+
+
+# ---------------------------------------------------------------------------------------------------- fixed point
+
+
+@pytest.mark.parametrize("noise", [0.5, 1.0, 2.0, 8.0])
+@pytest.mark.parametrize("relation", ["replacement", "zero-out"])
+def test_too_coarse_a_fixed_point_is_refused_with_the_bits_that_suffice(noise, relation):
+    how = UserLevel(noise=noise, relation=relation, delta=1e-3)
+
+    def refused(bits, size):
+        try:
+            how._refuse_coarse(how.step(bits, size), bits, size)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    assert not any(refused(bits, size) for bits, size in [(8, 8), (8, 100), (20, 20_010), (20, 10**6), (52, 10)])
+    for bits, size in [(2, 1), (4, 10), (4, 650), (6, 650), (8, 20_010)]:
+        told = refused(bits, size)
+        assert f"method.secure.bits is {bits}, too coarse for user_privacy with {size:,} weights" in told
+        enough = int(told.rpartition("set it to ")[2].split()[0])
+        assert not refused(enough, size)
+        assert refused(enough - 1, size)
+
+
+def test_a_run_whose_fixed_point_is_too_coarse_does_not_begin():
+    method = fv.FedAvg(user_privacy=SUM, secure=fv.SecureSum(bits=4))
+    told = (
+        r"bits is 4.*one round would cost ε [\d.]+ \(replacement\) instead of the [\d.]+ of noise.*set it to 5 or more"
+    )
+    with pytest.raises(ValueError, match=told):
+        fv.run(linear_task(), method, rounds=1, cohort=4)

@@ -25,10 +25,13 @@ def privacy(
 ) -> None:
     """Of noise, sample rate, steps and ε give three, get the fourth.
 
-    For steps that sample each record by itself and add Gaussian noise once to a sum of clipped gradients.
+    For steps that sample each record by itself and add Gaussian noise once to a sum of clipped gradients. Neighbours
+    differ in one record that is there or not; of updates, where one client's is zero. If one may be replaced by any
+    other, and the sample rate is 1, half of the noise counts.
 
     Example: fedveil privacy --noise 1 --sample-rate 0.0256 --steps 200
     """
+    from fedveil.privacy.account import ADD_REMOVE
     from fedveil.privacy.accountant import solve
 
     with err.status("", spinner="dots") as line:
@@ -36,6 +39,7 @@ def privacy(
     figures = {
         "epsilon": reached,
         "delta": delta,
+        "relation": ADD_REMOVE,
         "noise": found.noise,
         "sample_rate": found.sample_rate,
         "steps": found.steps,

@@ -47,7 +47,7 @@ class Watch:
         if "accuracy" in row.metrics:
             self.accuracy = f"  accuracy {row.metrics['accuracy']:.4f}"
         if row.epsilon is not None:
-            self.spent = f"  ε {row.epsilon:.4g}"
+            self.spent = f"  ε {row.epsilon:.4g}" + (f" ({row.relation})" if row.relation else "")
         now = time.monotonic()
         left = round((now - self.began) / (row.round - self.first) * (self.rounds - row.round))
         self.text = f"round {row.round}/{self.rounds}{self.accuracy}{self.spent}  {decimal(self.up)} up"

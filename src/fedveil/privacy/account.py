@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from fedveil.message import Refused
-from fedveil.privacy.accountant import ACCOUNTANTS, Noised, epsilon
+from fedveil.privacy.accountant import ACCOUNTANTS, Steps, epsilon
 
+ADD_REMOVE = "add/remove"
 SPENT = "another round would exceed the privacy budget"  # what is said of a run that ends before its last round
 
 
@@ -38,6 +39,11 @@ class Promise:
     budget: float | None = None
     accountant: str = "rdp"
 
+    @property
+    def relation(self) -> str:
+        """For which neighbours ε holds; by default for records of which one is there or not."""
+        return ADD_REMOVE
+
     def __post_init__(self) -> None:
         if not (0 < self.noise < math.inf and 0 < self.clip < math.inf):
             raise ValueError(
@@ -55,14 +61,16 @@ class Promise:
 class Account:
     """The price of an answer.
 
-    answer:   the steps of one answer
-    promise:  of which δ, budget and accountant are used
-    everyone: a round is charged to every client, drawn or not, because the answer's sample rate is that of being drawn
+    answer:    the steps of one answer
+    promise:   of which δ, budget, accountant and relation are used
+    everyone:  a round is charged to every client, drawn or not, because the answer's sample rate is that of being drawn
+    colluders: clients that may tell the server their share of the noise; None where noise is not shared
     """
 
-    answer: Noised
+    answer: Steps
     promise: Promise
     everyone: bool = False
+    colluders: int | None = None
 
     def spent(self, answers: int) -> float:
         """ε after so many answers."""

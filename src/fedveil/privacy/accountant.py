@@ -1,8 +1,9 @@
-"""How much privacy steps of noise cost: (ε, δ) of the Poisson-sampled Gaussian mechanism, by Google's dp-accounting.
+"""How much privacy steps of noise cost: (ε, δ) of the Poisson-sampled Gaussian and of the Skellam mechanism.
 
-A step includes each record (or each client, for user-level privacy) by itself with probability `sample_rate`, sums
-contributions of norm at most C, and adds Gaussian noise of deviation noise × C, once. Neighbours differ in one record
-that is there or not. That is what the accountants assume; a sampler that shuffles is not covered.
+A Gaussian step includes each record (or each client, for user-level privacy) by itself with probability `sample_rate`,
+sums contributions of norm at most C, and adds Gaussian noise of deviation noise × C, once. Neighbours differ in one
+record that is there or not (add/remove). That is what Google's dp-accounting assumes; a sampler that shuffles is not
+covered. Where neighbours lie 2C apart and everybody is included, the same step counts with half its noise.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 ACCOUNTANTS = ("rdp", "pld")  # Rényi (quick) and privacy loss distributions (tighter)
 CLOSE = 1e-3  # how far from the best a solved value may be, relatively, on the safe side
@@ -38,10 +41,36 @@ class Noised:
             raise ValueError(f"steps is {self.steps}; it is from 0 to {MOST_STEPS:,}")
 
 
-def epsilon(spent: Sequence[Noised], delta: float, accountant: str = "rdp") -> float:
+@dataclass(frozen=True)
+class Skellam:
+    """`steps` sums of integer vectors, of which each gets Skellam noise of this variance in every entry.
+
+    l2, l1: the norms of what neighbours' sums differ by, at most
+    """
+
+    variance: float
+    l2: float
+    l1: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.variance < math.inf:
+            raise ValueError(f"the variance of Skellam noise is {self.variance:g}; it is above 0")
+
+    def divergence(self, order: int) -> float:
+        """Bound on the Rényi divergence of one step at a whole order from 2 on (Agarwal, Kairouz and Liu 2021)."""
+        square, first = self.l2**2 / self.variance, self.l1 / self.variance
+        return order / 2 * square + min(((2 * order - 1) * square + 6 * first) / (4 * self.variance), 1.5 * first)
+
+
+Steps = Noised | Skellam
+
+
+def epsilon(spent: Sequence[Steps], delta: float, accountant: str = "rdp") -> float:
     """ε of all these steps together; infinite where there is no noise.
 
     Where privacy is lost anyway, at a Rényi bound above `TIGHTENED`, that bound is the answer of both accountants.
+    Skellam steps are composed by their Rényi divergences only.
     """
     if not 0 < delta < 1:
         raise ValueError(f"delta is {delta:g}; it is a probability between 0 and 1, below 1 / the number of records")
@@ -50,35 +79,48 @@ def epsilon(spent: Sequence[Noised], delta: float, accountant: str = "rdp") -> f
     spent = [part for part in spent if part.steps]
     if not spent:
         return 0.0
-    if any(part.noise == 0 for part in spent):
+    gaussian = [part for part in spent if isinstance(part, Noised)]
+    if accountant == "pld" and len(gaussian) < len(spent):
+        raise ValueError("the accountant is 'pld', but Skellam noise has no privacy loss distribution here; use rdp")
+    if any(part.noise == 0 for part in gaussian):
         return math.inf
     from dp_accounting import pld, rdp  # takes a second to import
 
-    curves = [part.steps * _curve(part.noise, part.sample_rate)[1] for part in spent]
-    found = float(rdp.compute_epsilon(_curve(spent[0].noise, spent[0].sample_rate)[0], sum(curves), delta)[0])
+    curves = [part.steps * _curve(replace(part, steps=1))[1] for part in spent]
+    found = float(rdp.compute_epsilon(_curve(replace(spent[0], steps=1))[0], sum(curves), delta)[0])
     if accountant == "rdp" or found > TIGHTENED:
         return found
     total = pld.PLDAccountant()
-    for part in spent:
-        total.compose(_step(part.noise, part.sample_rate), part.steps)
+    for part in gaussian:
+        total.compose(_step(part), part.steps)
     return float(total.get_epsilon(delta))
 
 
 @functools.lru_cache(maxsize=256)
-def _curve(noise: float, sample_rate: float) -> tuple[Any, Any]:
+def _curve(one: Steps) -> tuple[Any, Any]:
     """The Rényi divergence of one step at each of some orders; of several steps it is as many times that."""
     from dp_accounting import rdp
 
+    if isinstance(one, Skellam):
+        orders, _ = _curve(Noised(1.0, 1.0, 1))
+        return orders, np.array([_between(one, float(order)) for order in orders])
     logging.getLogger("absl").setLevel(logging.ERROR)  # orders it leaves out make ε larger, never smaller
-    one = rdp.RdpAccountant()
-    one.compose(_step(noise, sample_rate))
-    return one.orders, one.rdp
+    accountant = rdp.RdpAccountant()
+    accountant.compose(_step(one))
+    return accountant.orders, accountant.rdp
 
 
-def _step(noise: float, sample_rate: float) -> Any:
+def _between(one: Skellam, order: float) -> float:
+    """The divergence at any order above 1: (α - 1) times it is a convex function of α, and 0 at 1."""
+    low = math.floor(order)
+    ends = [0.0 if whole == 1 else (whole - 1) * one.divergence(whole) for whole in (low, low + 1)]
+    return (ends[0] + (order - low) * (ends[1] - ends[0])) / (order - 1)
+
+
+def _step(one: Noised) -> Any:
     import dp_accounting
 
-    return dp_accounting.PoissonSampledDpEvent(sample_rate, dp_accounting.GaussianDpEvent(noise))
+    return dp_accounting.PoissonSampledDpEvent(one.sample_rate, dp_accounting.GaussianDpEvent(one.noise))
 
 
 def solve(

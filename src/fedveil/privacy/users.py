@@ -1,20 +1,24 @@
-"""User-level differential privacy: what is released hardly depends on whether a client, with all its records, is there.
+"""User-level differential privacy: what is released hardly depends on what one client, with all its records, sends.
 
-where = "sum":    each update is cut to norm C and the sum of a round gets Gaussian noise of deviation σC. One client
-                  more or less moves the sum by C. Whoever adds the noise is trusted with the updates: the server, or
-                  under the secure sum the clients themselves, a share each, so that nobody ever holds less than the
-                  noise beside more than one update. The sum is divided by the public number of clients a round is meant
-                  to have, and unweighted.
-where = "client": each client's own update gets all of the noise before it leaves. That it took part is seen, so a
-                  neighbour is any other update in its place, which moves it by 2C: noise σC is worth σ/2.
+where = "sum":    each update is clipped to norm C and the sum of a round gets noise of deviation σC. The sum is divided
+                  by the public number of clients a round is meant to have, and unweighted. Without the secure sum the
+                  server adds the noise, Gaussian, and is trusted with the updates. Under it the clients add a share
+                  each, integers inside the sum (`skellam.py`), and the server sees the noised sum only.
+where = "client": each client's own update gets all of the noise, Gaussian, before it leaves.
 
-Where cohorts are Poisson draws, a sum is charged with the rate of being drawn: this holds against whoever sees the
+Neighbours differ in what one client sends; that it takes part is not hidden.
+
+relation = "replacement": it sends any other update, which moves the sum by 2C: noise σC is worth σ/2.
+relation = "zero-out":    it sends an update of zero, which moves the sum by C.
+
+Where cohorts are Poisson draws, a sum is charged with the rate of being drawn: this holds against those who see the
 model and not who took part. The server does, so with "client" and under the secure sum, which protect from it, the rate
 is 1.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,43 +27,86 @@ from torch import Tensor
 
 from fedveil.clients import Crowd
 from fedveil.privacy.account import Account, Promise
-from fedveil.privacy.accountant import Noised
+from fedveil.privacy.accountant import Noised, Skellam, epsilon
 from fedveil.privacy.dpsgd import clipped, normal
-from fedveil.privacy.skellam import SumNoise
+from fedveil.privacy.secagg import SecureSum
+from fedveil.privacy.skellam import SumNoise, rounded
 from fedveil.seeds import Seed
 from fedveil.task import Task
 
 TAIL = 8.0  # deviations of a client's noise that fixed point has room for; beyond is one number in 10^15
+RELATIONS = {"replacement": 2, "zero-out": 1}  # clips that neighbours lie apart
+COARSE = 1.1  # times the ε of noise that is not rounded, at most
+FINEST = 52  # bits of fixed point, whose rounding costs nothing
 
 
 @dataclass(frozen=True)
 class UserLevel(Promise):
     """Differential privacy for each client, with all its records.
 
-    clip:  C, the norm to which each client's update is cut
-    delta: δ, below 1 / the number of clients
-    where: noise is added to the "sum" of a round, or by each "client" to its own update
+    clip:      C, the norm to which each client's update is clipped
+    delta:     δ, below 1 / the number of clients
+    where:     noise is added to the "sum" of a round, or by each "client" to its own update
+    relation:  ε holds for "replacement" of a client's update by any other, or for "zero-out" of it
+    colluders: clients of a secure sum that may tell the server their noise; the others' noise alone keeps ε
     """
 
     key: ClassVar[str] = "user_privacy"
 
     where: str = "sum"
+    relation: str = "replacement"
     colluders: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.where not in ("sum", "client"):
             raise ValueError(f"user_privacy.where is '{self.where}'; use sum or client")
+        if self.relation not in RELATIONS:
+            raise ValueError(f"user_privacy.relation is '{self.relation}'; use {' or '.join(RELATIONS)}")
+        if self.colluders < 0:
+            raise ValueError(f"user_privacy.colluders is {self.colluders}; it is 0 or more")
 
-    def account(self, task: Task, rate: float = 1.0) -> Account:
-        """The price of a round at a rate of being drawn."""
+    def account(self, task: Task, rate: float = 1.0, secure: SecureSum | None = None) -> Account:
+        """The price of a round at a rate of being drawn.
+
+        secure: the secure sum in which clients add the noise together
+        """
         if self.delta >= 1 / len(task.clients):
             raise ValueError(
                 f"user_privacy.delta is {self.delta:g}, but there are {len(task.clients)} clients; set it below "
                 f"{1 / len(task.clients):.2g}"
             )
-        noise = self.noise / 2 if self.where == "client" else self.noise
-        return Account(Noised(noise, rate, 1), self, everyone=rate < 1)
+        if secure:
+            step = self.step(secure.bits, task.layout.size)
+            self._refuse_coarse(step, secure.bits, task.layout.size)
+            return Account(step, self, colluders=self.colluders)
+        if rate < 1 and self.relation != "zero-out":
+            raise ValueError(
+                f"user_privacy.relation is {self.relation}, but cohorts are hidden Poisson draws, which are accounted "
+                'for zero-out only; set user_privacy.relation = "zero-out"'
+            )
+        return Account(Noised(self.noise / RELATIONS[self.relation], rate, 1), self, everyone=rate < 1)
+
+    def step(self, bits: int, size: int) -> Skellam:
+        """One noised sum of vectors of `size` values in fixed point of so many bits, in units of that fixed point."""
+        half, apart = (1 << bits - 1) - 1, RELATIONS[self.relation]
+        norm = rounded(half, size)
+        return Skellam((self.noise * half) ** 2, apart * norm, apart * norm * min(math.sqrt(size), norm), 1)
+
+    def _refuse_coarse(self, step: Skellam, bits: int, size: int) -> None:
+        """Raise a ValueError if rounding to fixed point makes a round cost much more."""
+
+        def cost(step: Skellam) -> float:
+            return epsilon([step], self.delta)
+
+        here, least = cost(step), cost(self.step(FINEST, size))
+        if here > COARSE * least:
+            enough = next(n for n in range(bits + 1, FINEST + 1) if cost(self.step(n, size)) <= COARSE * least)
+            raise ValueError(
+                f"method.secure.bits is {bits}, too coarse for user_privacy with {size:,} weights: one round would cost "
+                f"ε {here:.4g} ({self.relation}) instead of the {least:.4g} of noise without rounding; set "
+                f"it to {enough} or more"
+            )
 
     def total(self, updates: Tensor, secret: Seed) -> Tensor:
         """The sum of updates [m, d], each cut, with noise: [d]."""

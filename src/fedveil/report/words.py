@@ -48,7 +48,10 @@ def private(run: Run) -> str:
     unit, how = run.privacy
     kind = "which proves nothing, because its noise was fixed" if run.fixed_noise else "proved"
     delta = f" at δ = {how['delta']:g}" if isinstance(how.get("delta"), float) else ""
-    spent = f"ε = {run.summary['epsilon']:.4g}{delta} for each {unit} ({kind})"
+    relation = f", for neighbours by {by}" if (by := run.summary["relation"]) else ""
+    spent = f"ε = {run.summary['epsilon']:.4g}{delta} for each {unit}{relation} ({kind})"
+    if (colluders := run.summary["colluders"]) is not None:
+        spent += f"; it holds if at most {plural(colluders, 'client')} of a sum told the server their noise"
     return f"{run.name}: after {plural(len(run.ledger.rows), 'round')} the accountant had charged {spent}."
 
 
@@ -97,7 +100,8 @@ def _alone(run: Run) -> list[str]:
     if s["clients_failed"]:
         said.append(f"{plural(s['clients_failed'], 'answer')} failed.")
     if s["epsilon"] is not None:
-        said.append(f"The accountant charged ε = {s['epsilon']:.4g}.")
+        relation = f" for neighbours by {s['relation']}" if s["relation"] else ""
+        said.append(f"The accountant charged ε = {s['epsilon']:.4g}{relation}.")
     return said
 
 

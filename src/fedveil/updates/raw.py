@@ -115,6 +115,13 @@ class FedAvg(Method):
             raise ValueError("method.privacy is for each record, method.user_privacy for each client; set one of them")
         if self.user_privacy and self.user_privacy.where == "sum":
             self._refuse_sum()
+        if self.user_privacy and self.user_privacy.colluders and not self.jointly:
+            raise ValueError(
+                f"user_privacy.colluders is {self.user_privacy.colluders}, but clients share noise only with "
+                'user_privacy.where="sum" and method.secure; set it to 0'
+            )
+        if self.user_privacy and self.user_privacy.accountant == "pld" and self.jointly:
+            raise ValueError('user_privacy.accountant is pld, but noise inside a secure sum is accounted by "rdp" only')
 
     def _refuse_sum(self) -> None:
         """Say what would change a sum by more than one client's cut update, or skip a round that has to be noised."""
@@ -189,6 +196,13 @@ class FedAvg(Method):
     # ------------------------------------------------------------------------------------------------ privacy
 
     def account(self, task: Task, cohort: Sampling) -> Account | None:
+        if self.user_privacy and self.secure and self.jointly:
+            enough = self.secure.quorum(min(cohort.size, len(task.clients)))
+            if enough <= self.user_privacy.colluders:
+                raise ValueError(
+                    f"user_privacy.colluders is {self.user_privacy.colluders}, but {enough} clients are enough for a "
+                    f"sum, whose noise they would have all of; set it to {enough - 1} or less"
+                )
         if not (self.user_privacy and self.trusted):
             return super().account(task, cohort)
         if cohort.quorum != 1:
@@ -201,7 +215,9 @@ class FedAvg(Method):
     def price(self, task: Task) -> Account | None:
         if self.privacy:
             return self.privacy.account(task, *self.private_steps(task.largest))
-        return self.user_privacy.account(task) if self.user_privacy and not self.trusted else None
+        if self.user_privacy and not self.trusted:
+            return self.user_privacy.account(task, secure=self.secure if self.jointly else None)
+        return None
 
     def private_steps(self, largest: int) -> tuple[int, int]:
         """The expected batch and the number of private steps of an answer."""
