@@ -273,6 +273,10 @@ class Cohort:
         """Note that a client's answer, though well formed, cannot be used."""
         self._shared.row.missing[str(client)] = f"refused: {why}"
 
+    def tell(self, sentence: str) -> None:
+        """Put what happened into this round's row of the ledger."""
+        self._shared.row.events.append(sentence)
+
     def note(self, **figures: float) -> None:
         """Put figures of the method's own (a cosine, a norm) into this round's row of the ledger."""
         self._shared.row.metrics.update(figures)
@@ -445,7 +449,10 @@ class Federation:
         began = time.perf_counter()
         seed, secret = self.seed.child("round", number), self._private(number)
         ids = self.drawn(number, secret)
-        row = Row(round=number, cohort=list(ids), epsilon=self.tally.ask(ids) if self.tally else None)
+        row = Row(round=number, cohort=list(ids))
+        if self.tally:
+            row.epsilon, account = self.tally.ask(ids), self.tally.account
+            row.relation, row.colluders = account.promise.relation, account.colluders
         who = self.clients.identities
         shared = _Round(self.task, self.method, self.engine, self.plan, self.run, seed, row, rounds, who, secret)
         cohort, self.exhibits = Cohort(ids, shared), shared.exhibits
