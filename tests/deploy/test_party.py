@@ -9,6 +9,7 @@ import torch
 import fedveil as fv
 from fedveil import recipe
 from fedveil.deploy import scaffold
+from fedveil.engines.claims import Claims, Roster, Seat
 from fedveil.engines.local import Local
 from fedveil.privacy.account import SPENT
 from fedveil.runs import RunError, read_checkpoint
@@ -133,6 +134,26 @@ def test_a_run_may_begin_with_fewer_nodes(federation):
     (row,) = federation.rows
     assert [reason.partition(" Flower")[0] for reason in row.missing.values()] == ["failed: no"]
     assert len(row.up) == 1
+
+
+def test_without_a_roster_the_first_claims_stay_in_the_run_folder(federation):
+    federation.start(rounds=1)
+    first = {context.node_config["partition-id"]: node for node, context in federation.grid.contexts.items()}
+    assert Claims(kept=federation.folder / "run" / "nodes.json").bound() == first
+    federation.grid.contexts[4] = federation.grid.contexts.pop(first[0])  # another key, and the server starts again
+    federation.start(rounds=2, nodes=1)
+    row = federation.rows[-1]
+    assert row.missing == {"0": "failed: no Flower node is client 0"}
+    assert f"Flower node 4 says that it is client 0, but node {first[0]} said so first" in row.events[0]
+
+
+def test_the_roster_in_the_folder_decides_who_is_asked(federation):
+    Roster({1: Seat(993, "SHA256:")}).write(federation.folder / "roster.json")
+    federation.start(rounds=1, nodes=1)
+    (row,) = federation.rows
+    assert (list(row.up), list(row.missing)) == (["1"], ["0"])
+    assert "Flower node 1000 says that it is client 0, but by the roster nobody is" in row.events[0]
+    assert not (federation.folder / "run" / "nodes.json").exists()
 
 
 @pytest.mark.slow

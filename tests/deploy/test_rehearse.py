@@ -20,7 +20,7 @@ import fedveil as fv
 import toys
 from fedveil import recipe
 from fedveil.cli import app
-from fedveil.deploy import keys, rehearse, scaffold
+from fedveil.deploy import keys, rehearse, roster, scaffold
 from fedveil.engines.local import Local
 from fedveil.privacy.account import SPENT
 from fedveil.runs import read_checkpoint
@@ -122,9 +122,9 @@ def test_a_budget_that_is_spent_is_an_end_and_no_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(rehearse, "Stage", Played)
     plan = rehearse.planned(folder)[0]
     with pytest.raises(rehearse.Failed, match="the run ended early"):
-        rehearse.rehearse(folder, plan, 2, heard.append, heard.append)
+        rehearse.rehearse(folder, plan, [0, 1], heard.append, heard.append)
     Played.said = f"stopped after round 2 of 5: {SPENT}"
-    assert rehearse.rehearse(folder, plan, 2, heard.append, heard.append) == "budget"
+    assert rehearse.rehearse(folder, plan, [0, 1], heard.append, heard.append) == "budget"
     assert Played.said in heard
 
 
@@ -245,6 +245,68 @@ def test_a_killed_rehearsal_takes_its_processes_with_it(room):
     wait(lambda: not carrying(room))
     for left in (room / "tmp").iterdir():
         shutil.rmtree(left)  # its files it could not remove
+
+
+@pytest.mark.slow
+def test_a_number_is_one_keys_until_the_operator_gives_it_to_another(room, monkeypatch):
+    """A registered rival of client 0 is named and not asked; a revoked key is out; its successor is client 0."""
+    folder = deployment(room / "federation", "rounds=3")
+    for name in ("rival", "next"):
+        keys.node_key(room / name)
+
+    class Rivalled(rehearse.Stage):
+        def _node_config(self, client):
+            return super()._node_config(client % 7)  # 7 and 14 say that they are client 0
+
+    def deploy(*words):
+        result = CliRunner().invoke(app, ["deploy", *map(str, words), "--superlink", rehearse.NAME, "--format", "json"])
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    def rows(rounds):
+        run = stage.start_run(roster=str(folder / "roster.json"), rounds=rounds, nodes=1, patience=60.0)
+        wait(lambda: run.poll() is not None)
+        found = fv.Ledger.read(folder / "run" / "ledger.jsonl").rows
+        assert len(found) == rounds, rehearse.tail(stage.logs / "run.log")
+        return found[-1]
+
+    with Rivalled(folder) as stage:
+        stage._lock.close()  # the operator's commands want it
+        stage.start_superlink()
+        monkeypatch.setenv("FLWR_HOME", str(stage.home))
+        first = deploy("add", folder, 0, "--key", folder / "keys" / "node-0.pub")
+        deploy("add", folder, 1, "--key", folder / "keys" / "node-1.pub")
+        rival = roster._flwr("register", str(room / "rival.pub"), rehearse.NAME)
+        stage.start_node(7, key=room / "rival")
+        for client in (0, 1):
+            stage.start_node(client)
+        wait(lambda: all(online(node) for node in (rival, int(first["node"]))))
+        row = rows(1)
+        assert row.missing == {}
+        assert [f"Flower node {rival} says that it is client 0, but by the roster that is node {first['node']}"] == [
+            event.partition(";")[0] for event in row.events
+        ]
+        assert deploy("revoke", folder, 0) == first
+        assert stage.nodes[0].wait(LONG) >= 0  # the SuperLink tells the node, which ends
+        stage.start_node(0)
+        assert stage.nodes.pop(0).wait(LONG) > 0
+        assert "[code: 2004] Failed to activate SuperNode." in rehearse.tail(stage.logs / "node-0.log")
+        row = rows(2)
+        assert (sorted(row.up), row.missing) == (["1"], {"0": "failed: no Flower node is client 0"})
+        assert "client 0, but by the roster nobody is" in row.events[0]
+        second = deploy("add", folder, 0, "--key", room / "next.pub")
+        stage.start_node(14, key=room / "next")
+        wait(lambda: online(int(second["node"])))
+        assert sorted(rows(3).up) == ["0", "1"]
+        assert questions(stage, 7) == 0
+
+
+def online(node):
+    """Whether the SuperLink of FLWR_HOME hears of a node."""
+    program = Path(sys.executable).with_name("flwr")
+    words = [program, "supernode", "list", rehearse.NAME, "--format", "json"]
+    said = subprocess.run(words, capture_output=True, text=True, check=True, env={**rehearse.QUIET, **os.environ})
+    return {"online"} == {n["status"] for n in json.loads(said.stdout)["nodes"] if n["node-id"] == str(node)}
 
 
 @pytest.mark.slow

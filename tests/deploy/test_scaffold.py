@@ -37,7 +37,7 @@ def test_the_folder_is_whole_and_private_where_it_must_be(written):
     found = {path.relative_to(written).as_posix() for path in written.rglob("*") if path.is_file()}
     keys = {f"keys/{name}-{k}{end}" for k in range(2) for name in ("node", "identity") for end in ("", ".pub")}
     certificates = {f"certificates/{name}" for name in ("ca.crt", "server.crt", "server.key")}
-    assert found == {*scaffold.COPIED, ".gitignore", "app/recipe.toml", *keys, *certificates}
+    assert found == {*scaffold.COPIED, ".gitignore", "app/recipe.toml", "nginx.conf", *keys, *certificates}
     for name in ("keys/node-0", "keys/node-1", "keys/identity-0", "certificates/server.key"):
         assert stat.S_IMODE((written / name).stat().st_mode) == 0o600
     assert stat.S_IMODE((written / "keys").stat().st_mode) == 0o700
@@ -140,7 +140,7 @@ def test_a_deployment_is_rehearsed_by_one_process_at_a_time(written):
         result = invoke("rehearse", written)
     assert result.exit_code == 2
     told = " ".join(result.stderr.split())
-    assert told.endswith(f"fedveil: {written} is being rehearsed by another process; wait for it")
+    assert told.endswith(f"fedveil: {written} is being rehearsed or changed by another process; wait for it")
 
 
 def test_without_flower_the_way_to_get_it_is_told(written, tmp_path, monkeypatch):

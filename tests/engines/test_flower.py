@@ -15,7 +15,8 @@ import fedveil as fv
 from engines.grids import Nodes, made
 from fedveil import cli, message
 from fedveil.engines import Local
-from fedveil.engines.flower import Claims, Flower, Roster, Seat, client_app, wire
+from fedveil.engines.claims import Claims, Roster, Seat
+from fedveil.engines.flower import Flower, client_app, wire
 from fedveil.engines.flower import app as client_side
 from fedveil.message import Envelope
 from fedveil.runs import RunFolder

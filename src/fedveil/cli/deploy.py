@@ -1,12 +1,13 @@
-"""`fedveil deploy`: write a deployment on Flower, and rehearse it on this machine."""
+"""`fedveil deploy`: write a deployment on Flower, rehearse it on this machine, and say who takes part."""
 
 from __future__ import annotations
 
 import dataclasses
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import click
 import typer
@@ -18,6 +19,11 @@ from fedveil.cli.progress import INTERRUPTED, Watch
 from fedveil.cli.shell import err, say
 from fedveil.ledger import Row
 
+if TYPE_CHECKING:
+    from fedveil.engines.claims import Seat
+
+Superlink = Annotated[str | None, option("--superlink", "NAME", "The connection, as in Flower's config.toml.")]
+
 deploy = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Write and rehearse a deployment on Flower.")
 
 
@@ -28,7 +34,7 @@ def init(
     changes: Sets = None,
     clients: Annotated[int, option("--clients", "N", "How many clients there are; by default 3.")] = 3,
 ) -> None:
-    """Write a Flower app, certificates and node keys to DIR.
+    """Write a Flower app, certificates, node keys and an nginx configuration to DIR.
 
     Example: fedveil deploy init federation --recipe digits/scaffold --clients 2
     """
@@ -57,26 +63,100 @@ def rehearse(
 
     plan, method = stage.planned(folder)
     plan = plan if rounds is None else dataclasses.replace(plan, rounds=rounds)
-    there = len(list((folder / "keys").glob("node-*.pub")))
-    if not 1 <= (started := plan.split.clients if nodes is None else nodes) <= min(there, plan.split.clients):
-        told = f"{folder} has {plan.split.clients} clients and keys for {there}"
-        raise ValueError(f"{told}, so {started} cannot be started; use --nodes, or write a new deployment")
+    there = [k for k in stage.clients(folder) if k < plan.split.clients]
+    if not 1 <= (started := len(there) if nodes is None else nodes) <= len(there):
+        told = f"{folder} has {plan.split.clients} clients and keys for {len(there)}"
+        raise ValueError(
+            f"{told}, so {started} cannot be started; use --nodes, or 'fedveil deploy add {folder} CLIENT'"
+        )
     if stopped := stage.finished(stage.held(folder), plan):
         say(f"{folder / 'run'} is finished; --rounds goes on")
     else:
-        stopped = _rehearse(folder, plan, started)
+        stopped = _rehearse(folder, plan, there[:started])
     figures = stage.held(folder).summary(method)
     show.summary(figures | {"out": str(folder / "run"), "stopped": stopped}, format)
 
 
-def _rehearse(folder: Path, plan: recipe.Recipe, nodes: int) -> str:
+@deploy.command()
+def add(
+    folder: Annotated[Path, argument("DIR")],
+    client: Annotated[int, argument("CLIENT")],
+    key: Annotated[Path | None, option("--key", "FILE", "The public key of the client's node.")] = None,
+    superlink: Superlink = None,
+    format: Shown = Format.table,
+) -> None:
+    """Register a key, and make it client number CLIENT, from 0.
+
+    From then on no other key is that client. Without --key and --superlink, make new keys for the rehearsal.
+
+    Example: fedveil deploy add federation 0 --key client-0.pub --superlink ours
+    """
+    from fedveil.deploy import roster
+
+    _shown(client, roster.add(folder, client, key, superlink), superlink, format)
+
+
+@deploy.command()
+def remove(
+    folder: Annotated[Path, argument("DIR")],
+    client: Annotated[int, argument("CLIENT")],
+    superlink: Superlink = None,
+    format: Shown = Format.table,
+) -> None:
+    """Unregister client CLIENT; its number is nobody's until another key is added.
+
+    Without --superlink, delete its keys of the rehearsal.
+
+    Example: fedveil deploy remove federation 0 --superlink ours
+    """
+    from fedveil.deploy import roster
+
+    _shown(client, roster.remove(folder, client, superlink), superlink, format)
+
+
+@deploy.command()
+def revoke(
+    folder: Annotated[Path, argument("DIR")],
+    client: Annotated[int, argument("CLIENT")],
+    superlink: Superlink = None,
+    format: Shown = Format.table,
+) -> None:
+    """Unregister the key of client CLIENT, and never accept it again.
+
+    The client comes back with a new key and 'fedveil deploy add'. Without --superlink, delete its key of the rehearsal.
+
+    Example: fedveil deploy revoke federation 0 --superlink ours
+    """
+    from fedveil.deploy import roster
+
+    _shown(client, roster.remove(folder, client, superlink, revoke=True), superlink, format)
+
+
+@deploy.command()
+def proxy(folder: Annotated[Path, argument("DIR")]) -> None:
+    """Write DIR/nginx.conf again, after a change of the recipe: its limit on what a client may send follows from it.
+
+    Example: fedveil deploy proxy federation
+    """
+    from fedveil.deploy import proxy as gate
+
+    answer = gate.rewrite(folder)
+    say(f"{folder / 'nginx.conf'} is written for answers of at most {answer:,} bytes")
+
+
+def _shown(client: int, seat: Seat, superlink: str | None, format: Format) -> None:
+    """The client, its key and, at a SuperLink, its node; the id is text, since many programs round such numbers."""
+    show.summary({"client": client, "node": str(seat.node) if superlink else None, "key": seat.key}, format)
+
+
+def _rehearse(folder: Path, plan: recipe.Recipe, clients: Sequence[int]) -> str:
     from fedveil.deploy import rehearse as stage
 
     stopping = (signal.SIGINT, signal.SIGTERM)  # also where whoever started this ignores the first
     before = [signal.signal(number, _interrupt) for number in stopping]
     try:
         with Watch(plan.rounds, stage.held(folder)) as watch:
-            return stage.rehearse(folder, plan, nodes, lambda row: _watched(row, watch), say)
+            return stage.rehearse(folder, plan, clients, lambda row: _watched(row, watch), say)
     except stage.Failed as error:
         for line in error.lines:
             err.print(f"  {line}", soft_wrap=True)

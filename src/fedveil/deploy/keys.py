@@ -7,12 +7,15 @@ signed with it. Whoever deploys in earnest brings certificates of an authority o
 
 from __future__ import annotations
 
+import base64
 import datetime
+import hashlib
 import ipaddress
 import os
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -68,6 +71,18 @@ def identities(known: Path, own: tuple[int, Path] | None = None) -> Identities:
             raise ValueError(f"{own[1]} is no Ed25519 key; make one with: ssh-keygen -t ed25519")
         private_[own[0]] = secret.private_bytes_raw()
     return Identities(private_, public)
+
+
+def fingerprint(path: Path) -> str:
+    """The fingerprint of a node's public key, as `ssh-keygen -l` prints it."""
+    try:
+        key = load_ssh_public_key(path.read_bytes())
+    except (ValueError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise ValueError(f"{path} is no public EC key; make one with: ssh-keygen -t ecdsa -b 384")
+    blob = base64.b64decode(key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).split()[1])
+    return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).rstrip(b"=").decode()
 
 
 def _pair(path: Path, key: ec.EllipticCurvePrivateKey | Ed25519PrivateKey) -> None:

@@ -24,6 +24,7 @@ from fedveil.clients import Clients
 from fedveil.data import Data
 from fedveil.deploy import keys
 from fedveil.engines import flower
+from fedveil.engines.claims import Claims
 from fedveil.ledger import Row
 from fedveil.privacy.account import SPENT
 from fedveil.privacy.identity import Identities
@@ -88,6 +89,7 @@ def _serve(grid: Grid, context: Context, path: Path, load: Load, log: logging.Lo
     nodes = int(config["nodes"]) or plan.split.clients
     with closing(RunFolder(Path(str(config["out"])))) as folder:
         _refuse_another(folder, plan)
+        claims = Claims(Path(str(config.get("roster", "roster.json"))), folder.path / "nodes.json")
         folder.describe(plan.toml(), environment(engine=DEPLOYED, nodes=nodes))
         result = fedveil.run(
             task,
@@ -95,7 +97,7 @@ def _serve(grid: Grid, context: Context, path: Path, load: Load, log: logging.Lo
             rounds=plan.rounds,
             cohort=plan.cohort,
             seed=plan.seed,
-            engine=flower.Flower(grid, float(config["patience"]), nodes),
+            engine=flower.Flower(grid, float(config["patience"]), nodes, claims=claims),
             identities=keys.identities(Path(str(config.get("identities", "keys")))),
             evaluate_every=plan.evaluate_every,
             target=plan.target,

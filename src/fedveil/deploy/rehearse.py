@@ -20,13 +20,15 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fedveil import recipe
 from fedveil.data.files import data_directory
+from fedveil.deploy import keys
 from fedveil.deploy.scaffold import ABSENT
+from fedveil.engines.claims import Roster, Seat
 from fedveil.federation import METHODS
 from fedveil.ledger import Ledger, Row
 from fedveil.privacy.account import SPENT
@@ -74,14 +76,10 @@ class Stage:
         self.nodes: dict[int, subprocess.Popen[bytes]] = {}
         self.superlink: subprocess.Popen[bytes] | None = None
         self._started: list[subprocess.Popen[bytes]] = []
+        self.roster = Roster()
 
     def __enter__(self) -> Stage:
-        self._lock = open(self.folder / ".lock", "w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise ValueError(f"{self.folder} is being rehearsed by another process; wait for it") from None
+        self._lock = lock(self.folder)
         self.home = Path(tempfile.mkdtemp(prefix="fedveil-"))
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir()
@@ -94,8 +92,8 @@ class Stage:
     # ------------------------------------------------------------------------------------------------ what is started
 
     def start_superlink(self) -> None:
-        """Start the server's process and wait until it listens."""
-        self.port = free_port()
+        """Start the server's process and wait until it listens. Nodes call its `port`, or a proxy at `gate`."""
+        self.port = self.gate = free_port()
         (self.home / "config.toml").write_text(
             f'[superlink]\ndefault = "{NAME}"\n\n[superlink.{NAME}]\naddress = "127.0.0.1:{self.port}"\n'
             f"root-certificates = {json.dumps(str(self.certificates / 'ca.crt'))}\n"
@@ -116,13 +114,16 @@ class Stage:
             time.sleep(0.1)
 
     def register(self, *clients: int) -> None:
-        """Tell the SuperLink the nodes' public keys."""
-        names = [f"register-{k}" for k in clients]
-        keys = [self.folder / "keys" / f"node-{k}.pub" for k in clients]
-        running = [self._flwr(name, "supernode", "register", key, NAME) for name, key in zip(names, keys, strict=True)]
-        for name, key, process in zip(names, keys, running, strict=True):
-            if self._wait(process):
-                raise Failed(f"the SuperLink did not register {key.name}", self.logs / f"{name}.log")
+        """Tell the SuperLink the nodes' public keys, and the run's server which of them is which client."""
+        paths = {k: self.folder / "keys" / f"node-{k}.pub" for k in clients}
+        words = "supernode", "register"
+        running = {k: self._flwr(f"register-{k}", *words, path, NAME, "--format", "json") for k, path in paths.items()}
+        for k, process in running.items():
+            log = self.logs / f"register-{k}.log"
+            if self._wait(process) or not (answer := answered(log.read_text(errors="replace"))).get("success"):
+                raise Failed(f"the SuperLink did not register {paths[k].name}", log)
+            self.roster.clients[k] = Seat(answer["node-id"], keys.fingerprint(paths[k]))
+        self.roster.write(self.home / "roster.json")
 
     def start_node(self, client: int, key: Path | None = None, authority: Path | None = None) -> None:
         """Start the process of one client's machine; `key` and `authority` are by default the right ones."""
@@ -130,7 +131,7 @@ class Stage:
             f"node-{client}",
             "flower-supernode",
             *("--root-certificates", authority or self.certificates / "ca.crt"),
-            *("--superlink", f"127.0.0.1:{self.port}"),
+            *("--superlink", f"127.0.0.1:{self.gate}"),
             *("--auth-supernode-private-key", key or self.folder / "keys" / f"node-{client}"),
             *("--host", "127.0.0.1", "--port", free_port()),
             *("--node-config", self._node_config(client)),
@@ -143,6 +144,7 @@ class Stage:
 
     def start_run(self, **config: int | float | str) -> subprocess.Popen[bytes]:
         """Start the app; the process that is returned ends when the run has."""
+        config = {"roster": str(self.home / "roster.json"), **config}
         chosen = [option for key, value in config.items() for option in ("--run-config", f"{key}={value!r}")]
         return self._flwr("run", "run", self.folder, NAME, "--stream", *chosen)
 
@@ -237,6 +239,32 @@ def held(folder: Path) -> Ledger:
     return Ledger.read(path) if path.exists() else Ledger()
 
 
+def clients(folder: Path) -> list[int]:
+    """The clients whose rehearsal keys are in `folder`."""
+    names = [path.stem.removeprefix("node-") for path in (folder / "keys").glob("node-*.pub")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def lock(folder: Path) -> IO[str]:
+    """Keep every other process from rehearsing or changing the deployment in `folder`, until this is closed."""
+    file = open(folder / ".lock", "w")  # noqa: SIM115 - held as long as it is needed
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ValueError(f"{folder} is being rehearsed or changed by another process; wait for it") from None
+    return file
+
+
+def answered(text: str) -> dict[str, Any]:
+    """What `flwr --format json` said; nothing where it said something else."""
+    try:
+        found: dict[str, Any] = json.loads(text[text.index("{") : text.rindex("}") + 1])
+        return found
+    except ValueError:
+        return {}
+
+
 def finished(ledger: Ledger, plan: Recipe) -> str | None:
     """Why no round is left to do; None if some are."""
     if ledger.rows and plan.target is not None and ledger.rows[-1].metrics.get("accuracy", 0.0) >= plan.target:
@@ -245,9 +273,13 @@ def finished(ledger: Ledger, plan: Recipe) -> str | None:
 
 
 def rehearse(
-    folder: Path, plan: Recipe, nodes: int, observer: Callable[[Row], object], say: Callable[[str], object]
+    folder: Path,
+    plan: Recipe,
+    clients: Sequence[int],
+    observer: Callable[[Row], object],
+    say: Callable[[str], object],
 ) -> str:
-    """Run the deployment in `folder` to the end of `plan`, with the first `nodes` of its clients; why it ended.
+    """Run the deployment in `folder` to the end of `plan`, with these of its clients; why it ended.
 
     Raises `Failed` with the end of the log of the process that gave up.
     """
@@ -255,11 +287,11 @@ def rehearse(
     with Stage(folder) as stage:
         say("starting the SuperLink")
         stage.start_superlink()
-        say(f"registering and starting the nodes, {nodes} of them")
-        stage.register(*range(nodes))
-        for client in range(nodes):
+        say(f"registering and starting the nodes, {len(clients)} of them")
+        stage.register(*clients)
+        for client in clients:
             stage.start_node(client)
-        run, gone = stage.start_run(rounds=plan.rounds, nodes=nodes), set[int]()
+        run, gone = stage.start_run(rounds=plan.rounds, nodes=len(clients)), set[int]()
         say("the run begins as soon as the nodes are there")
         heard = 0
         while True:

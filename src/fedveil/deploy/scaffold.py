@@ -29,11 +29,11 @@ def init(folder: Path, plan: Recipe, clients: int) -> None:
         raise ValueError(f"{folder} is not empty; choose a new folder")
     if not importlib.util.find_spec("flwr"):
         raise ImportError(ABSENT)
-    plan = fitted(plan, clients)
+    plan, loaded = fitted(plan, clients)
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        _write(beside, plan)
+        _write(beside, plan, loaded)
         beside.chmod(0o755)
         beside.rename(folder)  # all or nothing
     except BaseException:
@@ -41,8 +41,9 @@ def init(folder: Path, plan: Recipe, clients: int) -> None:
         raise
 
 
-def fitted(plan: Recipe, clients: int) -> Recipe:
-    """The recipe for so many clients, with the public bound on what one holds as it is in the rehearsal's data."""
+def fitted(plan: Recipe, clients: int) -> tuple[Recipe, data.Data]:
+    """The recipe for so many clients, with the public bound on what one holds as it is in the rehearsal's data, and
+    those data."""
     if clients < 1:
         raise ValueError(f"a deployment needs at least one client, not {clients}")
     name = plan.task.data if plan.task.data in data.SETS else str(Path(plan.task.data).expanduser().absolute())
@@ -61,11 +62,11 @@ def fitted(plan: Recipe, clients: int) -> Recipe:
         cohort=dataclasses.replace(plan.cohort, size=min(plan.cohort.size, clients)),
     )
     begin(plan.party(loaded, None), plan.method, plan.cohort)  # says what does not suit
-    return plan
+    return plan, loaded
 
 
-def _write(folder: Path, plan: Recipe) -> None:
-    from fedveil.deploy import keys
+def _write(folder: Path, plan: Recipe, loaded: data.Data) -> None:
+    from fedveil.deploy import keys, proxy
 
     source = resources.files("fedveil") / "deploy" / "template"
     for name in ("app", "certificates", "keys"):
@@ -74,6 +75,7 @@ def _write(folder: Path, plan: Recipe) -> None:
         (folder / name).write_bytes((source / name).read_bytes())
     (folder / ".gitignore").write_text("".join(f"{name}\n" for name in IGNORED))
     (folder / "app" / "recipe.toml").write_text(HEAD + plan.toml(), encoding="utf-8")
+    (folder / "nginx.conf").write_text(proxy.nginx(proxy.longest(plan, loaded)), encoding="utf-8")
     keys.certificates(folder / "certificates")
     for k in range(plan.split.clients):
         keys.node_key(folder / "keys" / f"node-{k}")

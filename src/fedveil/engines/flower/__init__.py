@@ -15,9 +15,8 @@ except ImportError:
     raise ImportError("the Flower engine is not installed; run: pip install 'fedveil[flower]'") from None
 
 from fedveil.engines.flower.app import client_app  # noqa: E402
-from fedveil.engines.flower.claims import Claims, Roster, Seat  # noqa: E402
 from fedveil.engines.flower.codec import codec_mod, decode_replies  # noqa: E402
 from fedveil.engines.flower.grid import Flower  # noqa: E402
 from fedveil.engines.flower.simulation import FromRecipe, simulate  # noqa: E402
 
-__all__ = ["Claims", "Flower", "FromRecipe", "Roster", "Seat", "client_app", "codec_mod", "decode_replies", "simulate"]
+__all__ = ["Flower", "FromRecipe", "client_app", "codec_mod", "decode_replies", "simulate"]

@@ -13,8 +13,8 @@ from flwr.serverapp import Grid
 
 from fedveil.clients import Clients, Letter, Reply
 from fedveil.engines import kept
+from fedveil.engines.claims import Claims
 from fedveil.engines.flower import wire
-from fedveil.engines.flower.claims import Claims
 from fedveil.message import Refused
 
 LEARNING = 60.0  # seconds a node has to say which client it is
