@@ -25,15 +25,17 @@ from fedveil.clients import Clients, Crowd
 from fedveil.data import from_tensors
 from fedveil.engines import kept
 from fedveil.message import Record, Refused
-from fedveil.privacy import SecureSum, graph, summand, summing
+from fedveil.privacy import Identities, SecureSum, graph, masks, shamir, summand, summing
+from fedveil.privacy.identity import simulated
 from fedveil.privacy.masks import FixedPoint
-from fedveil.privacy.secagg import Advertise, Context, Deal, Mask, Masked, Share, Shared, Unmasked, tensor
+from fedveil.privacy.secagg import Advertise, Context, Deal, Mask, Masked, Share, Shared, Unmask, Unmasked, tensor
 from fedveil.privacy.summand import PENDING, Summand
 from fedveil.probes.baffle import Probe, Walk
 from fedveil.steps import Follow, InStep
 from fedveil.updates.codespace import Send
 from fedveil.updates.down import Train, TrainFull, TrainHere
 from privacy.sums import LAST, Give, Only, Summed, Transport, expected, letter, rounding
+from privacy.sums import given as given_by
 from toys import linear_task
 
 N, VICTIM = 6, 2
@@ -494,23 +496,168 @@ def one(clients: Clients, question: Any, client: int, run: bytes) -> tuple[str, 
         return Clients.problem(error), 0
 
 
-def answered(clients: Clients, asked: Mask, run: bytes, ids: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[str, int]:
+def answered(clients: Clients, asked: Mask, run: bytes) -> tuple[str, int]:
     """Begin a sum anew and ask its question of client 0; the others are honest and of the attacker's making."""
     others = Clients(Summed(), clients.task, run, fv.Seed.root(0))
-    where = {k: clients if k == 0 else others for k in ids}
+    Driven({k: clients if k == 0 else others for k in range(4)}, run).deal()
+    return one(clients, asked, 0, run)
 
-    def told(question: Any, k: int) -> Any:
-        frame = where[k].answer([letter(question, k, run)])[0].frame
+
+@dataclass
+class Driven:
+    """Clients who are driven through the stages one by one, and what they answered."""
+
+    where: dict[int, Clients]
+    run: bytes = bytes(8)
+    quorum: int | None = None
+    keys: dict[int, Any] = field(default_factory=dict)
+    shared: dict[int, Shared] = field(default_factory=dict)
+    masked: dict[int, Masked] = field(default_factory=dict)
+
+    @property
+    def ids(self) -> list[int]:
+        return list(self.where)
+
+    def ask(self, question: Any, k: int) -> Any:
+        frame = self.where[k].answer([letter(question, k, self.run)])[0].frame
         return message.unframe(frame, message.KINDS, len(frame))[0]
 
-    keys = {k: told(Advertise(), k) for k in ids}
-    parts = [torch.stack([getattr(keys[k], name) for k in ids]) for name in ("channel", "mask", "signature")]
-    shared: dict[int, Shared] = {k: told(Share(list(ids), 3, *parts), k) for k in ids}
-    for k in ids:
-        near = [o for o in ids if o != k]
-        sealed = torch.stack([shared[o].sealed[[p for p in ids if p != o].index(k)] for o in near])
-        told(Deal(list(ids), sealed, torch.stack([shared[o].marks[ids.index(k)] for o in near])), k)
-    return one(clients, asked, 0, run)
+    def deal(self) -> Driven:
+        ids = self.ids
+        self.quorum = self.quorum or SecureSum().quorum(len(ids))
+        self.keys = {k: self.ask(Advertise(), k) for k in ids}
+        parts = [torch.stack([getattr(self.keys[k], name) for k in ids]) for name in ("channel", "mask", "signature")]
+        self.shared = {k: self.ask(Share(ids, self.quorum, *parts), k) for k in ids}
+        for k in ids:
+            near = [o for o in ids if o != k]
+            sealed = torch.stack([self.shared[o].sealed[[p for p in ids if p != o].index(k)] for o in near])
+            self.ask(Deal(ids, sealed, torch.stack([self.shared[o].marks[ids.index(k)] for o in near])), k)
+        return self
+
+    def mask(self, question: Any) -> Driven:
+        asked = Mask(self.ids, 10, False, question.kind, tensor(message.pack(question)))
+        self.masked = {k: self.ask(asked, k) for k in self.ids}
+        return self
+
+    def unmask(self, k: int, gone: tuple[int, ...] = ()) -> list[bytes]:
+        """The shares that client k reveals, by dealer."""
+        alive = [o for o in self.ids if o not in gone]
+        return [row.numpy().tobytes() for row in self.ask(Unmask(alive, list(gone), len(self.ids)), k).shares]
+
+    def recovered(self, shares: dict[int, bytes]) -> bytes:
+        """The secret behind shares by holder."""
+        found = shamir.recover({self.ids.index(k) + 1: share for k, share in shares.items()})
+        assert found is not None
+        return found
+
+    def vector(self, k: int, own: bytes, mask: bytes) -> np.ndarray:
+        """A client's elements without masks, from its two secrets."""
+        context, others = Context.of(self.run, 1, self.ids, self.quorum), [o for o in self.ids if o != k]
+        vector, asked = self.masked[k].vector.clone().numpy().view(np.uint32), self.masked[k].asked.numpy().tobytes()
+        met = masks.exchange(mask, (self.keys[o].mask.numpy().tobytes() for o in others))
+        pairs = {o: context.pair_mask(each, asked, k, o) for o, each in zip(others, met, strict=True)}
+        away = [context.own_mask(own, k), *(key for o, key in pairs.items() if o > k)]
+        masks.mask(vector, [key for o, key in pairs.items() if o < k], away)
+        return vector
+
+
+# ---------------------------------------------------------------------------------------------------- secrets
+
+
+class TestSecrets:
+    """Both secrets of a client give its vector away, so no way must lead to both."""
+
+    TOY = linear_task(N, 60, uneven=True)
+    OTHERS = tuple(k for k in range(N) if k != VICTIM)
+
+    def driven(self, identities: Identities | None = None, quorum: int | None = None) -> Driven:
+        here, own = (Clients(Summed(), self.TOY, bytes(8), fv.Seed.root(0), None, who) for who in (identities, None))
+        return Driven({k: own if k == VICTIM else here for k in range(N)}, quorum=quorum)
+
+    def true(self, client: int = VICTIM) -> np.ndarray:
+        """What a client encodes."""
+        sizes = self.TOY.clients.sizes
+        fixed = FixedPoint(N, 1.0, 20, int(sizes.max()))
+        return fixed.encode(given_by(client).numpy(), int(sizes[client]), rounding(client))
+
+    def test_a_second_unmasking_is_refused(self):
+        driven = self.driven().deal().mask(Give(self.TOY.initial))
+        for k in self.OTHERS:
+            driven.unmask(k)
+            with pytest.raises(Refused, match="wrong stage"):
+                driven.unmask(k, gone=(VICTIM,))
+
+    def test_control_a_second_unmasking_gives_the_vector_away(self, monkeypatch):
+        true = Summand._noted
+
+        def forgetful(self, crowd, notes, answers):
+            return answers if notes[0].stage == "unmask" else true(self, crowd, notes, answers)
+
+        monkeypatch.setattr(Summand, "_noted", forgetful)
+        driven = self.driven().deal().mask(Give(self.TOY.initial))
+        own = driven.recovered({k: driven.unmask(k)[VICTIM] for k in self.OTHERS[:4]})
+        mask = driven.recovered({k: driven.unmask(k, gone=(VICTIM,))[VICTIM] for k in self.OTHERS[:4]})
+        assert np.array_equal(driven.vector(VICTIM, own, mask), self.true())
+
+    def test_a_threshold_with_which_two_halves_could_recover_one_secret_each_is_refused(self):
+        with pytest.raises(Refused, match="bad set: 2 of 6 clients are to be enough"):
+            self.driven(quorum=2).deal()
+
+    def test_control_with_such_a_threshold_two_halves_give_the_vector_away(self, monkeypatch):
+        monkeypatch.setattr(SecureSum, "quorum", lambda self, n: 2)
+        driven = self.driven(quorum=2).deal().mask(Give(self.TOY.initial))
+        own = driven.recovered({k: driven.unmask(k)[VICTIM] for k in self.OTHERS[:2]})
+        mask = driven.recovered({k: driven.unmask(k, gone=(VICTIM,))[VICTIM] for k in self.OTHERS[2:4]})
+        assert np.array_equal(driven.vector(VICTIM, own, mask), self.true())
+
+    def test_fewer_than_the_threshold_are_not_unmasked(self):
+        driven = self.driven().deal().mask(Give(self.TOY.initial))
+        with pytest.raises(Refused, match="bad set: 1 clients are left, 4 are needed"):
+            driven.unmask(VICTIM, gone=self.OTHERS)
+
+    def test_control_without_a_floor_the_sum_of_one_comes_out(self, monkeypatch):
+        """Everybody else is called gone, and reveals the others' mask keys before it is asked for the victim's b."""
+        monkeypatch.setattr(Summand, "_check_alive", lambda *args: None)
+        driven = self.driven().deal().mask(Give(self.TOY.initial))
+        shares = {k: driven.unmask(k, gone=self.OTHERS) for k in range(N)}
+        own = driven.recovered({k: shares[k][VICTIM] for k in range(4)})
+        keys = {o: driven.recovered({k: shares[k][o] for k in range(4)}) for o in self.OTHERS}
+        vector, public = driven.masked[VICTIM].vector.clone().numpy().view(np.uint32), driven.keys[VICTIM].mask
+        context = Context.of(driven.run, 1, driven.ids, driven.quorum)
+        asked = driven.masked[VICTIM].asked.numpy().tobytes()
+        pairs = {
+            o: context.pair_mask(masks.exchange(key, [public.numpy().tobytes()])[0], asked, VICTIM, o)
+            for o, key in keys.items()
+        }
+        added = [context.own_mask(own, VICTIM), *(key for o, key in pairs.items() if o > VICTIM)]
+        masks.mask(vector, [key for o, key in pairs.items() if o < VICTIM], added)
+        assert np.array_equal(vector, self.true())
+
+    def test_clients_of_the_servers_making_are_refused(self):
+        """The server answers for all others itself: the sum minus what it made up is the victim's vector."""
+        with pytest.raises(Refused, match="bad signature: client 0 did not sign this"):
+            self.driven(FORGED).deal()
+
+    def test_control_where_signatures_are_not_checked_they_are_not(self, monkeypatch):
+        monkeypatch.setattr(Identities, "verify", lambda *args: None)
+        driven = self.driven(FORGED).deal().mask(Give(self.TOY.initial))
+        shares = {k: driven.unmask(k) for k in range(N)}
+        owns = {o: driven.recovered({k: shares[k][o] for k in range(4)}) for o in range(N)}
+        context = Context.of(driven.run, 1, driven.ids, driven.quorum)
+        total = np.sum([each.vector.numpy().view(np.uint32) for each in driven.masked.values()], 0, dtype=np.uint32)
+        masks.mask(total, [], [context.own_mask(secret, k) for k, secret in owns.items()])
+        made_up = np.sum([self.true(k) for k in self.OTHERS], 0, dtype=np.uint32)
+        assert np.array_equal(total - made_up, self.true())
+
+
+class Lenient(Identities):
+    """Signs with keys of the attacker's making, and takes every signature for good."""
+
+    def verify(self, client, signature, data):
+        pass
+
+
+FORGED = Lenient(simulated(fv.Seed.root(99)).own, {})
 
 
 # ---------------------------------------------------------------------------------------------------- parts and range
