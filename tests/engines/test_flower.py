@@ -398,6 +398,26 @@ def test_the_roster_decides_whoever_comes_first(tmp_path):
     assert not (tmp_path / "nodes.json").exists()
 
 
+def test_a_node_that_is_not_in_the_roster_holds_up_no_round_but_the_first(tmp_path):
+    """A number without a node is looked for in every round; a stranger that keeps silent is asked once."""
+    asked = []
+
+    def silent(node, reply):
+        if node == 4:
+            asked.append(node)
+            return None
+        return reply
+
+    task, claims = linear_task(3), roster(tmp_path / "r.json", k0=1000, k1=993)
+    grid = Nodes(client_app(made(task, fv.FedAvg()), lambda c: tmp_path / str(c.node_id)), range(2), silent)
+    grid.join(2, 4)
+    engine = Flower(grid, 0.05, 2, poll=0.001, tell=lambda _: None, claims=claims)
+    rows = fv.run(task, fv.FedAvg(), rounds=3, cohort=3, engine=engine).ledger.rows
+    assert [list(row.missing) for row in rows] == [["2"]] * 3
+    assert asked == [4]
+    assert "Flower node 4 did not say which client it is" in rows[0].events[0]
+
+
 def test_a_change_of_the_roster_counts_at_the_next_question(tmp_path):
     path, task = tmp_path / "r.json", linear_task(3)
     claims = roster(path, k0=1000, k1=993, k2=986)

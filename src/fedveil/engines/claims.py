@@ -61,6 +61,10 @@ class Claims:
             return {client: seat.node for client, seat in Roster.read(self.roster).clients.items()}
         return dict(self._first)
 
+    def open_to(self, node: int) -> bool:
+        """Whether `node` may be a client at all. By a roster that does not have it, it is none."""
+        return node in self.bound().values() or not self._ruled
+
     def refusal(self, client: int, node: int) -> str:
         """Why `node` is not `client`, or nothing if it is. Without a roster the first claim is written down."""
         bound = self.bound()

@@ -158,7 +158,8 @@ class Flower:
 
     def _learn(self) -> None:
         """Which node is which client: ask the nodes that have not said so."""
-        strangers = sorted(self._forget() - set(self._node.values()))
+        others = self._forget() - set(self._node.values())
+        strangers = sorted(n for n in others if n not in self._refused or self.claims.open_to(n))
         asked = {n: Message(wire.content(wire.versions()), n, MessageType.QUERY, ttl=LEARNING) for n in strangers}
         for node, came in self._exchange(asked, min(LEARNING, self.patience)).items():
             try:
