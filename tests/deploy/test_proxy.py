@@ -113,7 +113,7 @@ def nginx(stage, home):
     for name in ("server.crt", "server.key"):
         shutil.copy(stage.certificates / name, home)
     words = [PROGRAM, "-p", str(home), "-c", "nginx.conf", "-e", str(home / "error.log")]
-    with subprocess.Popen(words) as process:
+    with subprocess.Popen(words, preexec_fn=rehearse._end_with_parent()) as process:
         try:
             until = time.monotonic() + LONG
             while not rehearse.listening(port):
