@@ -93,8 +93,8 @@ def test_a_promise_that_holds_is_exit_code_0_and_the_same_figures_again(private,
     result = fv("audit", private, *FEW)
     assert result.exit_code == 0, (result.stderr, result.exception)
     assert re.search(r"^ε ruled out +\d\S* \(measured, 95%\) at δ = 8.33e-06$", result.stdout, re.M)
-    assert re.search(r"^ε charged +\d\S* \(proved\) for the same steps at the same δ$", result.stdout, re.M)
-    assert re.search(r"^the run +ε = \S+ \(proved\) at δ = 0.001: not contradicted", result.stdout, re.M)
+    assert re.search(r"^ε charged +\d\S* \(add/remove, proved\) for the same steps at the same δ$", result.stdout, re.M)
+    assert re.search(r"^the run +ε = \S+ \(add/remove, proved\) at δ = 0.001: not contradicted", result.stdout, re.M)
     assert "attack on record 0/288" in result.stderr
     assert "control: learning records by heart" in result.stderr
     assert "canaries in the private gradients  step 1/10" in result.stderr
@@ -155,3 +155,14 @@ def test_recipes_that_promise_privacy_keep_it_and_would_be_caught_without_noise(
     assert found.epsilon < found.mechanism.control
     assert found.mechanism.found == pytest.approx(2.0, rel=0.1)
     assert all(each.low < 0.52 for each in found.attacks.values())
+
+
+def test_noised_sums_are_audited_where_clients_noise_them():
+    small = [word for change in ("split.clients=10", "cohort.size=5") for word in ("--set", change)]
+    good("run", "digits/dp-fedavg-users", *SMALL, *small, "--out", "a")
+    shown = good("audit", "a")
+    found = msgspec.json.decode(Path("a/audit.json").read_bytes(), type=Audit)
+    assert (found.relation, found.sums.relation, found.sums.clients) == ("replacement", "replacement", 3)
+    assert found.sums.lower < found.sums.epsilon == pytest.approx(found.epsilon) < found.sums.control
+    assert re.search(r"^sums +20000 of each of two updates, with the noise of 3 clients$", shown, re.M)
+    assert re.search(r"^ε charged +1\.5\d+ \(replacement, proved\) for one round$", shown, re.M)

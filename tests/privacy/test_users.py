@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedveil as fv
+from fedveil import recipe
+from fedveil.cost import cost
 from fedveil.engines import Local as Engine
 from fedveil.federation import private_root
 from fedveil.privacy import skellam
@@ -299,6 +301,16 @@ def test_noise_in_a_secure_sum_has_one_accountant():
     with pytest.raises(ValueError, match=r'accountant is pld, but noise inside a secure sum is accounted by "rdp"'):
         fv.FedAvg(user_privacy=UserLevel(accountant="pld"), secure=fv.SecureSum())
     fv.FedAvg(user_privacy=UserLevel(accountant="pld", where="client"), secure=fv.SecureSum())
+
+
+def test_what_it_will_cost_names_the_relation_and_the_colluders():
+    changes = ["split.clients=20", "cohort.size=20", "rounds=2", "method.user_privacy.colluders=3"]
+    plan = recipe.read("digits/dp-fedavg-users", changes)
+    told = cost(plan.build(), plan)
+    assert told["relation"] == "replacement"
+    assert told["epsilon"] == pytest.approx(epsilon([Noised(2.0, 1.0, 2)], 1e-3), rel=0.01)  # 4 counts as 2
+    assert any(note.endswith("at δ 0.001 in the end, for neighbours by replacement.") for note in told["notes"])
+    assert "ε holds if at most 3 clients of a sum tell the server their noise (colluders)." in told["notes"]
 
 
 # ---------------------------------------------------------------------------------------------------- fixed point

@@ -188,6 +188,15 @@ def test_what_privacy_was_spent_is_said_with_its_kind_and_drawn(make: Maker, row
     assert "proved" not in said
 
 
+def test_an_epsilon_is_said_with_its_relation_and_colluders(make: Maker, row: Rower, out: Path) -> None:
+    rows = [row(1, 0.5, epsilon=1.5, relation="zero-out", colluders=2)]
+    said = words(write([make("a", rows, tables="[method.user_privacy]\n")], out))
+    assert "The accountant charged ε = 1.5 for neighbours by zero-out." in said
+    told = "charged ε = 1.5 for each user, for neighbours by zero-out (proved); it holds if at most 2 clients of a sum"
+    assert f"{told} told the server their noise." in said
+    assert "ε relation time" in said
+
+
 def test_an_audit_says_what_was_found_beside_its_control(make: Maker, out: Path) -> None:
     folder = audited(make("a", [0.5]), None)
     (folder / "figures").mkdir()

@@ -17,6 +17,7 @@ from torch.func import grad, vmap
 
 from fedveil.attacks.mechanism import Mechanism
 from fedveil.attacks.roc import Figures, Roc
+from fedveil.attacks.users import SumAudit
 from fedveil.ledger import Row
 from fedveil.privacy.dpsgd import HELD
 from fedveil.seeds import Seed
@@ -44,6 +45,8 @@ class Audit(msgspec.Struct, frozen=True):
                differ in themselves
     mechanism: of a run with `method.privacy`
     broken:    a sentence for each promise that a lower bound contradicts
+    relation:  the neighbours for which `epsilon` holds
+    sums:      of a run whose clients noise a secure sum
     """
 
     round: int
@@ -55,6 +58,8 @@ class Audit(msgspec.Struct, frozen=True):
     baseline: Figures
     mechanism: Mechanism | None
     broken: list[str]
+    relation: str | None = None
+    sums: SumAudit | None = None
 
 
 # ---------------------------------------------------------------------------------------------------- the attacks

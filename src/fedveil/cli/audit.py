@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fedveil.attacks.mechanism import Mechanism
     from fedveil.attacks.membership import Audit
     from fedveil.attacks.roc import Figures
+    from fedveil.attacks.users import SumAudit
 
 DELTA = 1e-5  # where a recipe has none
 BROKEN = 1
@@ -42,8 +43,8 @@ def audit(
     """Attack the run in DIR: who was trained on, and does its ε hold?
 
     Membership is inferred from the last weights. Of a recipe with method.privacy a client also answers once more, with
-    canaries among its records. A promise that a lower bound contradicts is exit code 1. The figures go to audit.json
-    and figures/audit.svg in DIR.
+    canaries among its records; where clients noise a secure sum, noised sums of two updates are told apart. A promise
+    that a lower bound contradicts is exit code 1. The figures go to audit.json and figures/audit.svg in DIR.
 
     Example: fedveil audit runs/demo/digits-fedavg
     """
@@ -67,7 +68,7 @@ def audit(
 
 
 def _audited(job: Job, saved: Saved, records: int, canaries: int, answers: int, tell: Callable[[str], object]) -> Audit:
-    from fedveil.attacks import mechanism, membership
+    from fedveil.attacks import mechanism, membership, users
 
     plan = job.recipe
     task = plan.on(job.data(False, {}), job.where.device)
@@ -85,15 +86,24 @@ def _audited(job: Job, saved: Saved, records: int, canaries: int, answers: int, 
     if promises[0]:
         secret = private_root(plan.seed).child("audit") if job.where.insecure_test_noise else None
         canary = mechanism.audit(task, plan.method, w, seed, secret, canaries, answers, tell)
+    sums = None
+    if getattr(plan.method, "jointly", False):
+        tell("noised sums of two updates")
+        how: Any = plan.method
+        size = min(plan.cohort.size, len(task.clients))
+        sums = users.audit(how.user_privacy, how.secure, task.layout.size, size, seed)
     count, attacks, control, baseline = reached
-    broken = list(canary.broken()) if canary else []
+    broken = [sentence for each in (canary, sums) if each for sentence in each.broken()]
     if epsilon is not None:
         broken += [
             f"the attack by {name} rules out every ε below {each.epsilon:.4g}, but {epsilon:.4g} is charged"
             for name, each in attacks.items()
             if each.epsilon > epsilon
         ]
-    return membership.Audit(saved.round, count, delta, epsilon, attacks, control, baseline, canary, broken)
+    relation = next((promise.relation for promise in promises if promise), None)
+    return membership.Audit(
+        saved.round, count, delta, epsilon, attacks, control, baseline, canary, broken, relation, sums
+    )
 
 
 def _write(path: Path, found: Audit) -> None:
@@ -144,9 +154,10 @@ def _show(found: Audit) -> None:
     for note in _notes(found):
         out.out("\n" + textwrap.fill(note, out.width))
     rows = [] if found.mechanism is None else list(_mechanism(found.mechanism))
+    rows += [] if found.sums is None else _sums(found.sums)
     if found.epsilon is not None:
         kept = "contradicted" if found.broken else "not contradicted, which proves nothing"
-        rows.append(("the run", f"ε = {found.epsilon:.4g} (proved) at δ = {found.delta:g}: {kept}"))
+        rows.append(("the run", f"ε = {found.epsilon:.4g} ({found.relation}, proved) at δ = {found.delta:g}: {kept}"))
     if rows:
         out.out("")
         show.pairs(rows)
@@ -168,9 +179,17 @@ def _mechanism(m: Mechanism) -> Iterator[tuple[str, str]]:
     weak = "" if m.control > m.epsilon else ", too little to break the promise: use more --canaries"
     yield "canaries", f"{m.canaries} in {m.steps} private gradients; {m.right} of {m.guesses} guesses are right"
     yield "ε ruled out", f"{m.lower:.4g} (measured, 95%) at δ = {m.delta:.3g}"
-    yield "ε charged", f"{m.epsilon:.4g} (proved) for the same steps at the same δ"
+    yield "ε charged", f"{m.epsilon:.4g} (add/remove, proved) for the same steps at the same δ"
     yield "noise", f"{m.found:.4g} found, {m.most:.4g} at most (measured); the recipe's is {m.noise:g}"
     yield "control", f"without noise, an ε of {m.control:.4g} is ruled out{weak}"
+
+
+def _sums(s: SumAudit) -> Iterator[tuple[str, str]]:
+    weak = "" if s.control > s.epsilon else ", too little to break the promise"
+    yield "sums", f"{s.trials} of each of two updates, with the noise of {s.clients} clients"
+    yield "ε ruled out", f"{s.lower:.4g} (measured, 95%) at δ = {s.delta:.3g}"
+    yield "ε charged", f"{s.epsilon:.4g} ({s.relation}, proved) for one round"
+    yield "control", f"without noise, an ε of {s.control:.4g} is ruled out{weak}"
 
 
 def _cells(each: Figures) -> Iterator[str]:

@@ -76,6 +76,8 @@ def _promises(audit: Audit) -> Iterator[str]:
         yield _promise("the last weights", most, audit.epsilon, audit.delta, audit.control.epsilon)
     if m := audit.mechanism:
         yield _promise(f"{m.canaries} canaries in private gradients", m.lower, m.epsilon, m.delta, m.control)
+    if s := audit.sums:
+        yield _promise(f"{s.trials} noised sums ({s.relation})", s.lower, s.epsilon, s.delta, s.control)
 
 
 def _promise(what: str, ruled_out: float, charged: float, delta: float, control: float) -> str:

@@ -32,13 +32,17 @@ from fedveil.updates.fit import cosine
 PRIVATE = (
     (
         "proved",
-        "with privacy: what a client sends is (ε, δ)-differentially private for each of its records, at the ε it has "
-        "charged, up to the rounding of floats; codec, merge and whatever else comes after the noise cost nothing.",
+        "with privacy: what a client sends is (ε, δ)-differentially private for each of its records (add/remove), at "
+        "the ε it has charged, up to the rounding of floats; codec, merge and whatever else comes after the noise cost "
+        "nothing.",
     ),
     (
         "proved",
-        "with user_privacy: the model is (ε, δ)-differentially private for each client, if who adds the noise does so: "
-        'the server, or with secure the clients. With where="client" each message is so by itself.',
+        "with user_privacy: the model is (ε, δ)-differentially private for each client. Neighbours differ by the key "
+        "relation: another update in the client's place (replacement), or an update of zero (zero-out). The party "
+        "adding the noise must be honest: the server, or with secure the clients. Of these, as many as the key "
+        "colluders says may tell the server their noise; if all but one of a sum may, each client adds all of it. "
+        'With where="client" each message is private by itself.',
     ),
 )
 
@@ -164,6 +168,10 @@ class FedAvg(Method):
     @property
     def fewest(self) -> int:
         return self.secure.least if self.secure else 0 if self.trusted else 1
+
+    @property
+    def reads_rounds(self) -> bool:
+        return self.full_rounds > 0
 
     def begin(self, task: Task) -> State:
         for codec in (self.up, self.down):
