@@ -192,7 +192,7 @@ def test_weights_that_run_away_are_a_sentence_of_code_1() -> None:
 def test_a_folder_that_turns_out_unusable_is_a_sentence() -> None:
     good(run("a", rounds=1))
     Path("a/recipe.toml").write_text('rounds = 2\n[method]\nname = "scaffold"\n')
-    assert "a holds a run of another method or model" in sentence(fv("resume", "a"))
+    assert "a holds a run of another recipe; choose another folder, or change the recipe back" in sentence(fv("resume", "a"))
 
 
 def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

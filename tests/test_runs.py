@@ -1,11 +1,13 @@
 """Run folders: what is written, in which order, and what becomes of it when the disk or a file is bad."""
 
 import contextlib
+import dataclasses
 import errno
 import multiprocessing
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +17,7 @@ from fedveil.clients import Reply
 from fedveil.data import from_tensors
 from fedveil.engines import Local
 from fedveil.message import Refused
-from fedveil.runs import KEPT, RunError, RunFolder, environment, read_checkpoint
+from fedveil.runs import KEPT, RunError, RunFolder, environment, fingerprint, read_checkpoint
 from fedveil.server import ServerState
 from fedveil.updates.scaffold import Control
 from toys import LastReference, Tamper, kept, linear_task
@@ -159,12 +161,12 @@ def test_a_figure_that_is_not_a_number_does_not_spoil_the_ledger(tmp_path):
 
 def test_a_folder_of_another_method_or_model_is_refused(tmp_path):
     train(tmp_path, METHODS["scaffold"])
-    with pytest.raises(RunError, match="holds a run of another method or model; choose another folder"):
+    with pytest.raises(RunError, match="holds a run of another method; choose another folder, or change the method"):
         train(tmp_path, METHODS["fedavg"])
     x, y = torch.randn(8, 5), torch.arange(8) % 2
     data = from_tensors(x, y, x, y, classes=2)
     other = fv.Task(nn.Linear(5, 2), data, fv.split("iid", data, 4, fv.Seed.root(0)))
-    with pytest.raises(RunError, match="holds a run of another method or model; choose another folder"):
+    with pytest.raises(RunError, match="holds a run of another model, data, split and cohort; choose another folder"):
         fv.run(other, METHODS["scaffold"], rounds=9, cohort=2, folder=tmp_path)
 
 
@@ -424,3 +426,59 @@ def test_real_ones_are_of_the_same_classes(tmp_path):
 def test_text_and_vectors_are_no_exhibits(tmp_path):
     fv.run(linear_task(), fv.FedAvg(up=fv.Tofu(points=2, steps=2)), rounds=1, cohort=2, folder=tmp_path)
     assert not (tmp_path / "figures").exists()
+
+
+# ---------------------------------------------------------------------------------------------------- another run
+
+
+PRIVATE = fv.FedAvg(fv.Local(lr=0.5, batch=3), privacy=fv.DpSgd(noise=1.0, delta=1e-2))
+CHANGES = {
+    "no privacy": ({"privacy": None}, "method"),
+    "less noise": ({"privacy": fv.DpSgd(noise=0.1, delta=1e-2)}, "method"),
+    "another rate": ({"local": fv.Local(lr=0.4, batch=3)}, "method"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_private_run_does_not_go_on_with_another_method(tmp_path, name):
+    """It once went on without its noise, at the old ε."""
+    task, (change, named) = linear_task(), CHANGES[name]
+    fv.run(task, PRIVATE, rounds=1, cohort=2, folder=tmp_path)
+    asked = (tmp_path / "asked.jsonl").read_bytes()
+    with pytest.raises(RunError, match=f"holds a run of another {named}; choose another folder"):
+        fv.run(task, dataclasses.replace(PRIVATE, **change), rounds=2, cohort=2, folder=tmp_path)
+    assert (tmp_path / "asked.jsonl").read_bytes() == asked
+    assert len(fv.run(task, PRIVATE, rounds=2, cohort=2, folder=tmp_path).ledger.rows) == 2
+
+
+def test_a_run_does_not_go_on_with_another_cohort_seed_split_or_data(tmp_path):
+    fv.run(linear_task(), PRIVATE, rounds=1, cohort=2, folder=tmp_path)
+    for task, options, named in (
+        (linear_task(), {"cohort": 3}, "cohort"),
+        (linear_task(), {"cohort": 2, "seed": 1}, "seed"),
+        (linear_task(), {"cohort": 2, "insecure_test_noise": 1}, "seed"),
+        (linear_task(uneven=True), {"cohort": 2}, "split"),
+        (linear_task(seed=1), {"cohort": 2}, "data"),
+    ):
+        with pytest.raises(RunError, match=f"holds a run of another {named}; choose another folder"):
+            fv.run(task, PRIVATE, rounds=2, folder=tmp_path, **options)
+
+
+def test_the_number_of_rounds_may_change_unless_the_method_reads_it(tmp_path):
+    plain, full = fv.FedAvg(), fv.FedAvg(up=fv.Half(), full_rounds=1)
+    for rounds in (1, 2):
+        fv.run(linear_task(), plain, rounds=rounds, cohort=2, folder=tmp_path / "plain")
+    fv.run(linear_task(), full, rounds=2, cohort=2, folder=tmp_path / "full", stop=lambda: True)
+    with pytest.raises(RunError, match="holds a run of another number of rounds"):
+        fv.run(linear_task(), full, rounds=3, cohort=2, folder=tmp_path / "full")
+
+
+def test_fingerprints_are_equal_for_equal_values_only():
+    values = [
+        fv.FedAvg(), fv.FedSGD(), fv.FedAvg(local=fv.Local(lr=0.2)), torch.ones(3), torch.ones(4), np.ones(3), 1, 1.5,
+        "1", None, [1], [[1]], {"a": 1}, {"a": 2},
+    ]  # fmt: skip
+    prints = [fingerprint(value) for value in values]
+    assert len(set(prints)) == len(values)
+    assert prints == [fingerprint(value) for value in values]
+    assert fingerprint(fv.FedAvg()) == fingerprint(fv.FedAvg())

@@ -30,9 +30,9 @@ from fedveil.message import Answer, Envelope, Folded, Question, Refused, Size, W
 from fedveil.privacy.account import Account, Tally
 from fedveil.privacy.identity import Identities
 from fedveil.privacy.secagg import SecureSum, Sum
-from fedveil.runs import RunError, RunFolder
+from fedveil.runs import RunFolder, fingerprint, refuse_another
 from fedveil.seeds import Seed
-from fedveil.task import Task
+from fedveil.task import GRADIENTS, RECORD_GRADIENTS, Task
 
 
 class State(Folded, frozen=True):
@@ -64,6 +64,19 @@ class Method:
     def fewest(self) -> int:
         """The smallest cohort with which a round can work."""
         return 1
+
+    @property
+    def reads_rounds(self) -> bool:
+        """Whether what a round does depends on how many rounds there are."""
+        return False
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What the model has to allow, by the names in `task.WAYS_OUT`: gradients, with `privacy` those of each record,
+        and what the codecs need."""
+        codecs = [getattr(self, name, None) for name in ("up", "down")]
+        own = (RECORD_GRADIENTS,) if getattr(self, "privacy", None) else (GRADIENTS,)
+        return *own, *(need for codec in codecs if codec for need in codec.needs)
 
     def price(self, task: Task) -> Account | None:
         """What an answer costs a client that makes it private itself; None where it does not."""
@@ -102,6 +115,7 @@ class Method:
 
 METHODS = Method.registry
 EXHIBITED = 10  # images of a round that are shown
+SAMPLED = 1 << 24  # numbers of a data set that its fingerprint looks at
 
 
 @dataclass(frozen=True)
@@ -526,9 +540,10 @@ def run(
         federation = Federation(task, method, engine, plan, Seed.root(seed), evaluate_every, **options)
         at_the_end.callback(engine.close)
         state, done = begin(task, method, plan), 0
+        if home:
+            home.decided |= decided(task, method, plan, seed, rounds, insecure_test_noise)
         if home and saved:
-            if type(saved.state) is not type(state) or saved.state.weights.shape != state.weights.shape:
-                raise RunError(f"{home.path} holds a run of another method or model; choose another folder")
+            refuse_another(home.path, saved.decided, home.decided)
             state, done = _onto(saved.state, task.device), saved.round
             federation.clients.memory.entries = saved.memory
         ledger = home.ledger(done) if home else Ledger()
@@ -556,6 +571,22 @@ def run(
         return Result(method.name, state.weights.cpu(), ledger, task, stopped or "rounds")
 
 
+def decided(
+    task: Task, method: Method, cohort: Sampling, seed: int, rounds: int, noise: int | None
+) -> dict[str, bytes]:
+    """Fingerprints of what decides a run, by name: one that is resumed must share them."""
+    data, sample = task.data, max(1, task.data.x.numel() // SAMPLED)
+    records = [data.x.reshape(-1)[::sample], data.y, list(data.x.shape)]
+    return {
+        "method": fingerprint(method),
+        "model": fingerprint([(layer.name, layer.start, layer.stop) for layer in task.layout.layers]),
+        "data": fingerprint(*records, data.classes, task.loss),
+        "split": fingerprint(task.clients.sizes, task.largest),
+        "cohort": fingerprint(cohort),
+        "seed": fingerprint(seed, noise),
+    } | ({"number of rounds": fingerprint(rounds)} if method.reads_rounds else {})
+
+
 def private_root(number: int) -> Seed:
     """The root of what should be private, fixed for a test."""
     return Seed.root(number).child("insecure test noise")
@@ -576,7 +607,10 @@ def begin(task: Task, method: Method, cohort: Sampling) -> State:
         raise ValueError(f"a round has {most} clients at most, and {method.name} so set needs {method.fewest}")
     if account := method.account(task, cohort):
         account.refuse()
-    return method.begin(task)
+    state = method.begin(task)
+    for operation in method.needs:
+        task.require(operation, method.name)
+    return state
 
 
 def unanswered(ledger: Ledger) -> bool:

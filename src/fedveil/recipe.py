@@ -20,6 +20,7 @@ import torch
 from fedveil import data, models
 from fedveil.data import Data
 from fedveil.federation import Method, Sampling
+from fedveil.runs import fingerprint
 from fedveil.seeds import Seed
 from fedveil.spelling import nearest
 from fedveil.task import LOSSES, Task
@@ -107,6 +108,10 @@ class Recipe:
         if self.task.weights is not None:
             load_weights(model, Path(self.task.weights))
         return Task(model, loaded, parts, loss=self.task.loss, device=pick_device(device))
+
+    def fingerprint(self) -> bytes:
+        """What tells this recipe from others, but for how long the run goes on and how often it is evaluated."""
+        return fingerprint(dataclasses.replace(self, rounds=1, evaluate_every=1, target=None))
 
     def toml(self) -> str:
         """The recipe as TOML, every value spelled out; reading it gives the same recipe."""

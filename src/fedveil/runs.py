@@ -8,16 +8,19 @@ the one before it is used. A lock on the folder keeps a second process out.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
+import numpy as np
+import torch
 from torch import Tensor
 
 from fedveil import message
@@ -50,6 +53,7 @@ class Checkpoint(Folded, frozen=True):
     round: int
     state: bytes
     memory: list[Remembered]
+    decided: dict[str, bytes]  # what decides the run, by name: see `fingerprint`
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Saved:
     round: int
     state: Any
     memory: dict[int, list[tuple[int, int, Record]]]
+    decided: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
 
 class RunFolder:
@@ -67,6 +72,7 @@ class RunFolder:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
+        self.decided: dict[str, bytes] = {}  # fingerprints of what decides the run, which a resumed one must share
         self._ledger: IO[bytes] | None = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -134,7 +140,8 @@ class RunFolder:
             for r, s, record in kept
         ]
         data = message.frame(
-            Checkpoint(run, round_, message.frame(state, Envelope(run, round_)), entries), Envelope(run, round_)
+            Checkpoint(run, round_, message.frame(state, Envelope(run, round_)), entries, self.decided),
+            Envelope(run, round_),
         )
         write(self._checkpoint(round_), digested(data))
         for old in self.checkpoints()[KEPT:]:
@@ -213,7 +220,43 @@ def read_checkpoint(data: bytes) -> Saved:
     state = unfold(checkpoint.state)
     if not isinstance(getattr(state, "weights", None), Tensor):
         raise Refused("wrong kind", f"a {type(state).__name__} is no server's state")
-    return Saved(checkpoint.run, checkpoint.round, state, memory)
+    return Saved(checkpoint.run, checkpoint.round, state, memory, checkpoint.decided)
+
+
+def fingerprint(*parts: Any) -> bytes:
+    """8 bytes that tell settings, arrays and tensors from any others: equal for equal values, in every process.
+
+    A dataclass counts with its class and its fields, a tensor or an array with its values, anything else that is no
+    plain value with its class alone.
+    """
+
+    def plain(thing: Any) -> Any:
+        if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+            own = {f.name: plain(getattr(thing, f.name)) for f in dataclasses.fields(thing) if f.compare}
+            return [type(thing).__qualname__, own]
+        if isinstance(thing, Tensor):
+            thing = thing.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        if isinstance(thing, np.ndarray):
+            return [str(thing.dtype), list(thing.shape), hashlib.blake2b(thing.tobytes()).hexdigest()]
+        if isinstance(thing, Mapping):
+            return {str(key): plain(value) for key, value in thing.items()}
+        if isinstance(thing, (list, tuple)):
+            return [plain(each) for each in thing]
+        if isinstance(thing, float) and thing.is_integer():  # a recipe may say 1 where a file says 1.0
+            return int(thing)
+        if thing is None or isinstance(thing, (bool, int, float, str, bytes)):
+            return thing
+        return getattr(thing, "__qualname__", type(thing).__qualname__)
+
+    text = msgspec.json.encode(plain(parts), order="sorted")
+    return hashlib.blake2b(text, digest_size=8).digest()
+
+
+def refuse_another(path: Path, before: Mapping[str, bytes], now: Mapping[str, bytes]) -> None:
+    """Raise a `RunError` that names what decides the run in `path` and is not what it was when the run began."""
+    if others := [name for name, value in now.items() if before.get(name, value) != value]:
+        names = " and ".join([", ".join(others[:-1]), others[-1]] if others[1:] else others)
+        raise RunError(f"{path} holds a run of another {names}; choose another folder, or change the {names} back")
 
 
 def digested(data: bytes) -> bytes:
@@ -275,16 +318,13 @@ def _saying(path: Path) -> Iterator[None]:
 
 def environment(**more: Any) -> dict[str, Any]:
     """What a result depends on besides its recipe."""
-    import numpy
-    import torch
-
     import fedveil
 
     return {
         "fedveil": fedveil.__version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "numpy": numpy.__version__,
+        "numpy": np.__version__,
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

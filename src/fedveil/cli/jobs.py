@@ -25,7 +25,7 @@ from fedveil.ledger import Ledger
 from fedveil.message import Refused
 from fedveil.privacy.account import SPENT
 from fedveil.recipe import Recipe
-from fedveil.runs import DEPLOYED, RunError, RunFolder, Saved, environment, first_rows, newest
+from fedveil.runs import DEPLOYED, RunError, RunFolder, Saved, environment, first_rows, newest, refuse_another
 from fedveil.task import Task
 
 PICTURED = 5000  # clients of a split that is worth a picture
@@ -107,7 +107,10 @@ class Job:
             msgspec.convert(known, Where)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path / 'environment.json'} is damaged: {error}") from None
-        return Job(path, recipe.read(str(path / "recipe.toml")), known, Ledger(rows))
+        plan = recipe.read(str(path / "recipe.toml"))
+        if saved:
+            refuse_another(path, saved.decided, {"recipe": plan.fingerprint()})
+        return Job(path, plan, known, Ledger(rows))
 
     @property
     def where(self) -> Where:
@@ -151,6 +154,7 @@ class Job:
             Watch(self.recipe.rounds, self.ledger) as watch,
         ):
             folder.describe(plan.toml(), dict(self.environment))
+            folder.decided["recipe"] = plan.fingerprint()
             _picture(task, self.path / "split.svg")
             say(f"{plan.method.name}, {plan.rounds} round{'s' if plan.rounds > 1 else ''}, in {self.path}")
             try:
