@@ -173,8 +173,7 @@ class FixedPoint:
                 clipped += int(np.count_nonzero(np.abs(block) > self.clip))
                 block = np.clip(block, -self.clip, self.clip)
             scaled = np.multiply(block, scale, dtype=np.float64)
-            words = draw.bit_generator.random_raw(-(-len(block) // 2)).view(np.uint32)[: len(block)]
-            scaled += words * 2.0**-32
+            scaled += draw.bit_generator.random_raw(-(-len(block) // 4)).view(np.uint16)[: len(block)] * 2.0**-16
             np.floor(scaled, out=scaled)
             whole[start : start + len(block)] = scaled
         return clipped
