@@ -129,6 +129,7 @@ class Local:
         index = np.zeros((longest, len(crowd), width), np.int64)
         size = np.zeros((longest, len(crowd)), np.int64)
         for k, (batches, counts) in enumerate(plans):
+            index[:, k] = crowd.rows.indices[k][0]
             index[: len(counts), k] = batches[:, :width]
             size[: len(counts), k] = counts
         return index, size

@@ -142,15 +142,9 @@ def tokens() -> fv.Task:
     return fv.Task(model, data, fv.split("iid", data, 2, fv.Seed.root(0)))
 
 
-def normalised() -> fv.Task:
-    layers = [nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2, track_running_stats=False), nn.Flatten(), nn.Linear(8, 3)]
-    return image_task(model=nn.Sequential(*layers))
-
-
 @pytest.mark.parametrize(
     ("codec", "task", "sentence"),
     [
-        (fv.Tofu(), normalised, r"layer '1' is a BatchNorm, .*; use nn.GroupNorm"),
         (fv.Tofu(), tokens, "tofu fits its inputs by gradient, and tokens have none; use a codec such as qsgd"),
         (fv.FedSynth(), tokens, "fedsynth fits its inputs by gradient, and tokens have none; use qsgd or top-k"),
         (fv.Tofu(channels=1), linear_task, r"channels and shrink are for images, and inputs here have shape \(3,\)"),

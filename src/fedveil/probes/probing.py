@@ -138,8 +138,9 @@ class Prober:
                 modes.enter_context(Products())
             if self.precision != torch.float32:
                 modes.enter_context(_WideLinear())
-            if groups == k == 1:
-                logits = self.task.f(weights[0, 0], x[0])[None, None]
+            if groups == k == 1 or not self.task.stackable:
+                each = [[self.task.f(w, u) for w in own] for own, u in zip(weights, x, strict=True)]
+                logits = torch.stack([torch.stack(own) for own in each])
             elif groups == 1:
                 logits = vmap(self.task.f, (0, None))(weights[0], x[0])[None]
             else:

@@ -31,6 +31,7 @@ class Codec:
     payload: ClassVar[type[Answer]]
     reference: ClassVar[str] = "last"
     downward: ClassVar[bool] = True  # whether the server, which has no data and is one, can use it
+    needs: ClassVar[tuple[str, ...]] = ()  # of the model, by the names in `task.WAYS_OUT`
     registry: ClassVar[dict[str, type[Codec]]] = {}
 
     def __init_subclass__(cls) -> None:

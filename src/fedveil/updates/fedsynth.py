@@ -17,7 +17,7 @@ from fedveil.clients import Crowd
 from fedveil.cost import Work
 from fedveil.message import Answer, Count, Shape, Size
 from fedveil.seeds import Seed
-from fedveil.task import Task, cross_entropy, stacked
+from fedveil.task import FORWARD_PASSES, SECOND_DERIVATIVES, SOFT_LABELS, Task, cross_entropy
 from fedveil.updates.codec import Codec
 from fedveil.updates.fit import PRECISIONS, WIDEST, Rounding, Variable, adam, check_points, normal, simplex
 
@@ -53,6 +53,7 @@ class FedSynth(Codec):
     name: ClassVar[str] = "fedsynth"
     payload: ClassVar[type[Answer]] = Synthetic
     reference: ClassVar[str] = "init"
+    needs: ClassVar[tuple[str, ...]] = (SOFT_LABELS, SECOND_DERIVATIVES, FORWARD_PASSES)
 
     batches: int = 5
     batch: int = 10
@@ -128,7 +129,7 @@ class FedSynth(Codec):
         The paper's θ is what is subtracted from the weights, so an update is minus it. With `fit` the result can be
         differentiated with respect to images, labels and step sizes.
         """
-        losses = stacked(lambda w, x, y: cross_entropy(task.f(w, x), y))
+        losses = task.stacked(lambda w, x, y: cross_entropy(task.f(w, x), y))
         start = w.detach()
         here = start.clone().requires_grad_()
         for m in range(self.batches * self.epochs):
@@ -260,7 +261,7 @@ class _Own:
     def logits(self, task: Task, w: Tensor) -> Tensor:
         if w.is_cuda and not torch.is_grad_enabled():  # so many records keep a GPU busy a client at a time
             return torch.stack([task.f(row, x) for row, x in zip(w, self.x, strict=True)])
-        return stacked(task.f)(w, self.x)
+        return task.stacked(task.f)(w, self.x)
 
     def mean(self, losses: Tensor) -> Tensor:
         return (losses * self.mask).sum(1) / self.mask.sum(1)

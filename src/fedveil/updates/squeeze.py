@@ -50,6 +50,10 @@ class Zstd(Codec):
         return self.inner.reference
 
     @property
+    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.inner.needs
+
+    @property
     def peeks(self) -> str:
         return self.inner.peeks
 

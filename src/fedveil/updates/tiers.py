@@ -46,6 +46,10 @@ class Tiers(Codec):
     def payload(self) -> type[Answer]:  # type: ignore[override]
         return self.strong.payload
 
+    @property
+    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.strong.needs
+
     def of(self, client: int) -> Codec:
         return self.weak if is_weak(client, self.share) else self.strong
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedveil import message
 from fedveil.clients import Crowd
 from fedveil.cost import Work
 from fedveil.message import Answer, Count, Shape, Size
 from fedveil.seeds import Seed
-from fedveil.task import Task, cross_entropy, stacked
+from fedveil.task import SECOND_DERIVATIVES, SOFT_LABELS, Task, cross_entropy
 from fedveil.updates.codec import Codec
 from fedveil.updates.fit import PRECISIONS, WIDEST, Rounding, Variable, adam, check_points, cosine, normal, simplex
 
@@ -45,6 +45,7 @@ class Tofu(Codec):
 
     name: ClassVar[str] = "tofu"
     payload: ClassVar[type[Answer]] = Proxies
+    needs: ClassVar[tuple[str, ...]] = (SOFT_LABELS, SECOND_DERIVATIVES)
 
     points: int = 64
     steps: int = 1000
@@ -68,11 +69,6 @@ class Tofu(Codec):
             raise ValueError(
                 "tofu fits its inputs by gradient, and tokens have none; use a codec such as qsgd or top-k"
             )
-        for name, module in task.model.named_modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                raise ValueError(
-                    f"layer '{name}' is a BatchNorm, whose gradients do not add up over points; use nn.GroupNorm"
-                )
         shape = task.data.input
         if len(shape) != 3 and (self.channels or self.shrink > 1):
             raise ValueError(f"the priors channels and shrink are for images, and inputs here have shape {shape}")
@@ -145,7 +141,7 @@ class Tofu(Codec):
     ) -> Tensor:
         """Minus the gradient of Σ α_i L(w; x_i, y_i), eqs. 1 and 2: the way a step on the proxies goes, [C, d]."""
         w = w.detach().requires_grad_()
-        losses = stacked(lambda w, x, y: cross_entropy(task.f(w, x), y))(w, self._shown(task, images), labels)
+        losses = task.stacked(lambda w, x, y: cross_entropy(task.f(w, x), y))(w, self._shown(task, images), labels)
         (gradient,) = torch.autograd.grad((losses * alphas).sum(), w, create_graph=create_graph)
         return -gradient
 
