@@ -7,8 +7,9 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from flwr.app import Message, MessageType
+from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fedveil.clients import Clients, Letter, Reply
@@ -97,11 +98,8 @@ class Flower:
             if k not in self._node:
                 replies.append(Reply(k, problem=self._unfit.get(k, f"failed: no Flower node is client {k}")))
                 continue
-            values = {"frame": letter.frame, **wire.versions()}
-            if not self.simulated:
-                # Flower takes an answer from any node that knows the question's id, a hash of the question
-                values["nonce"] = secrets.token_bytes(16)
-            messages[k] = Message(wire.content(values, self._keeps(k)), self._node[k], MessageType.TRAIN, ttl=timeout)
+            content = self._content({"frame": letter.frame}, self._keeps(k))
+            messages[k] = Message(content, self._node[k], MessageType.TRAIN, ttl=timeout)
             sizes[k] = wire.size(messages[k])
         for k, came in self._exchange(messages, timeout).items():
             replies.append(self._read(k, came, sizes[k], timeout))
@@ -117,6 +115,12 @@ class Flower:
         return replace(reply, wire_up=wire.size(came), wire_down=down)
 
     # ------------------------------------------------------------------------------------------------ messages
+
+    def _content(self, values: Mapping[str, Any], kept: bytes = b"") -> RecordDict:
+        """A question. Flower takes an answer from any node that knows the question's id, a hash of its content, so what
+        is really sent has random bytes in it."""
+        nonce = {} if self.simulated else {"nonce": secrets.token_bytes(16)}
+        return wire.content({**values, **wire.versions(), **nonce}, kept)
 
     def _exchange(self, messages: Mapping[int, Message], timeout: float) -> dict[int, Message | str | None]:
         """Send each message and wait for its answer: that, or why there is none, or None if it is late.
@@ -160,7 +164,7 @@ class Flower:
         """Which node is which client: ask the nodes that have not said so."""
         others = self._forget() - set(self._node.values())
         strangers = sorted(n for n in others if n not in self._refused or self.claims.open_to(n))
-        asked = {n: Message(wire.content(wire.versions()), n, MessageType.QUERY, ttl=LEARNING) for n in strangers}
+        asked = {n: Message(self._content({}), n, MessageType.QUERY, ttl=LEARNING) for n in strangers}
         for node, came in self._exchange(asked, min(LEARNING, self.patience)).items():
             try:
                 if not isinstance(came, Message):
