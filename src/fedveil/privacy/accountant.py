@@ -37,8 +37,7 @@ class Noised:
             raise ValueError(f"noise is {self.noise:g}; it is a multiple of the clipping norm, 0 or more")
         if not 0 < self.sample_rate <= 1:
             raise ValueError(f"the sample rate is {self.sample_rate:g}; it is a probability above 0 and at most 1")
-        if not 0 <= self.steps <= MOST_STEPS:
-            raise ValueError(f"steps is {self.steps}; it is from 0 to {MOST_STEPS:,}")
+        _check_steps(self.steps)
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,9 @@ class Skellam:
     def __post_init__(self) -> None:
         if not 0 < self.variance < math.inf:
             raise ValueError(f"the variance of Skellam noise is {self.variance:g}; it is above 0")
+        if not (0 <= self.l2 < math.inf and 0 <= self.l1 < math.inf):
+            raise ValueError(f"sums differ by norms of {self.l2:g} and {self.l1:g}; they are 0 or more")
+        _check_steps(self.steps)
 
     def divergence(self, order: int) -> float:
         """Bound on the Rényi divergence of one step at a whole order from 2 on (Agarwal, Kairouz and Liu 2021)."""
@@ -64,6 +66,11 @@ class Skellam:
 
 
 Steps = Noised | Skellam
+
+
+def _check_steps(steps: int) -> None:
+    if not 0 <= steps <= MOST_STEPS:
+        raise ValueError(f"steps is {steps}; it is from 0 to {MOST_STEPS:,}")
 
 
 def epsilon(spent: Sequence[Steps], delta: float, accountant: str = "rdp") -> float:

@@ -103,9 +103,9 @@ class UserLevel(Promise):
         if here > COARSE * least:
             enough = next(n for n in range(bits + 1, FINEST + 1) if cost(self.step(n, size)) <= COARSE * least)
             raise ValueError(
-                f"method.secure.bits is {bits}, too coarse for user_privacy with {size:,} weights: one round would cost "
-                f"ε {here:.4g} ({self.relation}) instead of the {least:.4g} of noise without rounding; set "
-                f"it to {enough} or more"
+                f"method.secure.bits is {bits}, too coarse for user_privacy with {size:,} weights: one round would "
+                f"cost ε {here:.4g} ({self.relation}) instead of the {least:.4g} of noise without rounding; set it to "
+                f"{enough} or more"
             )
 
     def total(self, updates: Tensor, secret: Seed) -> Tensor:
