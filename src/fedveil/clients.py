@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,11 +18,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import torch
 from msgspec import Meta
+from msgspec.structs import replace
 from torch import Tensor
 
 from fedveil import message
 from fedveil.message import Envelope, Record, Refused
+from fedveil.privacy import account
 from fedveil.privacy.account import Account
+from fedveil.privacy.accountant import Steps
 from fedveil.privacy.identity import Identities, simulated
 from fedveil.seeds import Seed
 from fedveil.task import Rows, Task
@@ -28,7 +33,15 @@ from fedveil.task import Rows, Task
 if TYPE_CHECKING:
     from fedveil.federation import Method
 
+# Reasons of refusals that depend on what was asked and when, and on no record. Others are not told where records are
+# private: a refusal for what an answer would have held is an answer too.
+ABOUT_QUESTIONS = {
+    *("over budget", "lost state", "out of step", "too large", "malformed", "truncated", "trailing bytes", "damaged"),
+    *("wrong kind", "wrong field", "wrong round", "wrong run", "wrong stage", "wrong version", "unknown client"),
+    *("bad key", "bad set", "bad share", "bad signature"),
+}
 OWN_NOTE = "secure sum"  # the first words of every note that the secure sum keeps for itself
+_log = logging.getLogger("fedveil")
 TRAIL = "asked"  # the note of which questions left the others
 
 
@@ -71,13 +84,22 @@ class Reply:
     wire_down: int = 0  # and of the one around the question
 
 
+class Charge(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Private answers of one run at one price."""
+
+    run: bytes
+    unit: str  # what ε protects, and for which neighbours
+    price: list[str | int | float]
+    answers: Annotated[int, Meta(ge=0, le=10**9)]
+
+
 @message.kind(63)
 class Spent(Record, frozen=True):
-    """How many private answers a client has given."""
+    """The private answers that a client has given, in all runs."""
 
     common = ()
 
-    answers: Annotated[int, Meta(ge=0, le=10**9)]
+    charges: list[Charge]
 
 
 class Memory:
@@ -100,13 +122,31 @@ class Memory:
         earlier = [e for e in entries if 0 < e[0] < round_][-1:]
         self.entries[client] = [*account, *earlier, *(e for e in entries if e[0] == round_), (round_, serial, record)]
 
-    def spent(self, client: int) -> int:
-        """How many answers a client has charged."""
-        return next((e[2].answers for e in self.entries.get(client, []) if isinstance(e[2], Spent)), 0)
+    def account(self, client: int) -> Spent:
+        """What a client has charged."""
+        return next((e[2] for e in self.entries.get(client, []) if isinstance(e[2], Spent)), Spent([]))
 
-    def charge(self, client: int, answers: int) -> None:
+    def open_account(self, client: int, account: Spent) -> None:
+        """Put an account in the place of the client's own."""
         rest = [e for e in self.entries.get(client, []) if e[0] > 0]
-        self.entries[client] = [(0, 0, Spent(self.spent(client) + answers)), *rest]
+        self.entries[client] = [(0, 0, account), *rest]
+
+    def spent(self, client: int, unit: str | None = None) -> Counter[Steps]:
+        """The answers that a client has charged, by price, in all runs; of one kind of promise or of all."""
+        found: Counter[Steps] = Counter()
+        for charge in self.account(client).charges:
+            if unit in (None, charge.unit):
+                found[account.read(charge.price)] += charge.answers
+        return found
+
+    def charge(self, client: int, run: bytes, price: Account) -> None:
+        """Enter one more answer."""
+        one = Charge(run, price.unit, account.written(price.answer), 1)
+        charges = {(c.run, c.unit, tuple(c.price)): c for c in self.account(client).charges}
+        key = (one.run, one.unit, tuple(one.price))
+        if before := charges.get(key):
+            one = replace(one, answers=before.answers + 1)
+        self.open_account(client, Spent(list((charges | {key: one}).values())))
 
 
 @dataclass
@@ -120,8 +160,8 @@ class Crowd:
     secret: Seed  # the private root of this question; never leaves the client
     memory: list[Any]  # what each client remembers, or None; replaced through `remember`
     notes: list[dict[str, Any]]  # what each client keeps until the round closes
-    spent: list[int] = field(default_factory=list)  # private answers that each client has charged so far
-    charged: int = 0  # and those of this question
+    till: Callable[[Account, int], None] = lambda account, number: None  # enters the n-th charge of this question
+    charged: int = 0  # private answers in this question
     passes: int = 0
     kept: list[Record | None] | None = None
     figures: dict[str, list[float]] = field(default_factory=dict)
@@ -180,10 +220,10 @@ class Crowd:
                     note[TRAIL] = msgspec.msgpack.encode([*_trail(note), Link(basis, names)])
 
     def charge(self, account: Account) -> None:
-        """Count a private answer of each client, before anything of it is released. Raises `Refused` over budget."""
+        """Charge each client for a private answer. Call it before anything looks at records: the charge is kept, and a
+        deployed client has it on its disk, when this returns. Raises `Refused` over budget."""
         self.charged += 1
-        for spent in {*self.spent} or {0}:
-            account.allow(spent + self.charged)
+        self.till(account, self.charged)
 
     def measure(self, **figures: Tensor) -> None:
         """Figures of each client [C] that a simulation reports as their mean in the ledger; they are not sent."""
@@ -253,6 +293,17 @@ def _common(record: Record | None, seen: dict[int, bytes]) -> bytes:
     return hashed(*parts) if parts else b""
 
 
+class Unanswered(Exception):
+    """There is no answer, for a reason that may depend on records and is therefore in the client's own log only."""
+
+    def __init__(self) -> None:
+        super().__init__("the client gives no answer; its own log says why")
+
+
+def _about_question(error: Exception) -> bool:
+    return isinstance(error, Refused) and error.reason in ABOUT_QUESTIONS
+
+
 class Clients:
     """Clients in one place: reads letters, lets the method answer them, writes replies. Every engine uses it."""
 
@@ -272,11 +323,20 @@ class Clients:
         self.notes: dict[int, dict[str, Any]] = {}
         self.round = 0
         self.debug = False
+        self.discreet = False  # whether a failure that may depend on records is told in one constant sentence
+        self.persist: Callable[[], object] = lambda: None  # called when something was charged; where there is a disk
+        self._charged: dict[tuple[int, int, int], int] = {}  # of the deliveries in progress
         self._opening = threading.Lock()  # stacks are answered beside each other, and one of them is the first
 
-    def answer(self, letters: Sequence[Letter]) -> list[Reply]:
-        """Answer letters that share one payload, as one stack. An exception concerns the stack, not one client."""
+    def answer(self, letters: Sequence[Letter], again: bool = False) -> list[Reply]:
+        """Answer letters that share one payload, as one stack. An exception concerns the stack, not one client.
+
+        again: these letters were part of a stack that failed
+        """
         first = letters[0]
+        if not again:
+            for letter in letters:
+                self._charged.pop((letter.client, letter.envelope.round, letter.envelope.serial), None)
         table = {q.kind: q for q in self.method.answer}
         for letter in letters:
             if letter.envelope.run != self.run:
@@ -298,30 +358,50 @@ class Clients:
             Seed.private() if self.secret is None else self.secret.child(round_, serial),
             [self.memory.before(k, round_, serial) for k in ids],
             [self.notes.setdefault(k, {}) for k in ids],
-            [self.memory.spent(k) for k in ids],
+            till=lambda account, number: self._charge(ids, (round_, serial), account, number),
             run=self.run,
             identities=self.identities,
             debug=self.debug,
         )
-        with crowd.followed(first.kind, first.payload):
-            answers = self.method.answer[type(question)](crowd, question)
+        try:
+            with crowd.followed(first.kind, first.payload):
+                answers = self.method.answer[type(question)](crowd, question)
+            for letter, answer in zip(letters, answers, strict=True):
+                message.check(answer, {**self.method.schema(self.task, question, letter.client), **question.sizes()})
+        except Exception as error:
+            if len(letters) > 1 or self.debug or not (self.discreet or crowd.charged) or _about_question(error):
+                raise
+            _log.warning("client %s gives no answer in round %s", ids[0], round_, exc_info=error)
+            raise Unanswered from None
         replies = []
         for i, (letter, answer) in enumerate(zip(letters, answers, strict=True)):
-            message.check(answer, {**self.method.schema(self.task, question, letter.client), **question.sizes()})
             figures = {name: values[i] for name, values in crowd.figures.items()}
             frame = message.frame(answer, letter.envelope)
             replies.append(Reply(letter.client, frame, passes=crowd.passes if i == 0 else 0, figures=figures))
         for client, record in zip(ids, crowd.kept or (), strict=crowd.kept is not None):
             if record is not None:
                 self.memory.keep(client, round_, serial, record)
-        for client in ids if crowd.charged else ():
-            self.memory.charge(client, crowd.charged)
         return replies
+
+    def _charge(self, ids: Sequence[int], question: tuple[int, int], account: Account, number: int) -> None:
+        """Enter the n-th charge of a question for each client. A stack that failed is asked again in halves: that is
+        the same delivery, and costs nothing more."""
+        with self._opening:
+            due = [k for k in ids if self._charged.get((k, *question), 0) < number]
+            for k in due:
+                account.allow(self.memory.spent(k, account.unit))
+            for k in due:
+                self.memory.charge(k, self.run, account)
+                self._charged[k, *question] = number
+        if due:
+            self.persist()
 
     @staticmethod
     def problem(error: Exception) -> str:
         """What the ledger says of a client whose answer raised `error`."""
         sentence = " ".join(str(error).split())[:300]
+        if isinstance(error, Unanswered):
+            return f"failed: {sentence}"
         return f"refused: {sentence}" if isinstance(error, Refused) else f"failed: {type(error).__name__}: {sentence}"
 
     def _open_round(self, round_: int) -> None:
@@ -329,4 +409,4 @@ class Clients:
             if round_ < self.round:
                 raise Refused("wrong round", f"round {round_} is over, round {self.round} has begun")
             if round_ > self.round:
-                self.notes, self.round = {}, round_
+                self.notes, self.round, self._charged = {}, round_, {}

@@ -93,8 +93,9 @@ def _privacy(task: Task, recipe: Recipe) -> tuple[float | None, str | None, list
         return None, None, []
     tally, promise, epsilon = Tally(account), account.promise, 0.0
     cohorts = _cohorts(task, recipe)
-    while tally.rounds < recipe.rounds and not tally.exhausted(cohorts[tally.rounds]):
-        epsilon = tally.ask(cohorts[tally.rounds])
+    done = 0
+    while done < recipe.rounds and not tally.exhausted(cohorts[done]):
+        epsilon, done = tally.ask(cohorts[done]), done + 1
     notes = [
         f"Differential privacy (method.{promise.key}): ε is {epsilon:.4g} at δ {promise.delta:g} in the end, for "
         f"neighbours by {promise.relation}."
@@ -103,8 +104,8 @@ def _privacy(task: Task, recipe: Recipe) -> tuple[float | None, str | None, list
         notes.append(
             f"ε holds if at most {account.colluders} clients of a sum tell the server their noise (colluders)."
         )
-    if tally.rounds < recipe.rounds:
-        notes.append(f"The budget of ε {promise.budget:g} ends the run after round {tally.rounds}; bytes are of all.")
+    if done < recipe.rounds:
+        notes.append(f"The budget of ε {promise.budget:g} ends the run after round {done}; bytes are of all.")
     if account.everyone:
         notes.append("Cohorts are drawn in private; the other figures are those of one such run.")
     return epsilon, promise.relation, notes

@@ -26,6 +26,8 @@ from torch import Tensor
 from fedveil import message
 from fedveil.ledger import Ledger, Row
 from fedveil.message import Envelope, Folded, Record, Refused
+from fedveil.privacy import account
+from fedveil.privacy.accountant import Steps
 
 KEPT = 2
 DEPLOYED = "deployment"  # the engine in environment.json of a run that only its app can go on with
@@ -43,6 +45,13 @@ class Remembered(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     round: int
     serial: int
     frame: bytes
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    """A line of asked.jsonl."""
+
+    cohort: list[int]
+    price: list[str | int | float]
 
 
 @message.kind(1)
@@ -106,24 +115,26 @@ class RunFolder:
         self._ledger = file
         return _Ledger(rows, file)
 
-    def asking(self, cohort: Sequence[int]) -> None:
-        """Note who is about to be asked, on the disk before it happens: a round that a kill cuts off was asked too."""
+    def asking(self, cohort: Sequence[int], price: Steps) -> None:
+        """Note who is about to be asked, and at which price, on the disk before it happens: a round that a kill cuts
+        off was asked too."""
         path = self.path / "asked.jsonl"
         with _saying(path), open(path, "ab") as file:
-            file.write(msgspec.json.encode(list(cohort)) + b"\n")
+            file.write(msgspec.json.encode(_Asked(list(cohort), account.written(price))) + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
-    def asked(self, rounds: int) -> list[list[int]]:
-        """Every cohort that was asked, at least `rounds` of them."""
+    def asked(self, rounds: int) -> list[tuple[list[int], Steps]]:
+        """Every cohort that was asked and its price, at least `rounds` of them."""
         path = self.path / "asked.jsonl"
         data = path.read_bytes() if path.exists() else b""
         whole = data[: data.rfind(b"\n") + 1]
         if whole != data:  # a line that a kill cut off was not asked yet, and the next one must not end it
             write(path, whole)
         try:
-            cohorts = [msgspec.json.decode(line, type=list[int]) for line in whole.splitlines()]
-        except (msgspec.DecodeError, UnicodeDecodeError):
+            lines = [msgspec.json.decode(line, type=_Asked) for line in whole.splitlines()]
+            cohorts = [(line.cohort, account.read(line.price)) for line in lines]
+        except ValueError:
             cohorts = []
         if len(cohorts) < rounds:
             raise RunError(f"{path} does not tell who was asked in {rounds} rounds; what they cost is not known")
@@ -286,12 +297,16 @@ class _Ledger(Ledger):
             super().append(row)
 
 
-def write(path: Path, data: bytes) -> None:
-    """Replace a file in one step: whoever looks finds the old one or the new one, whole."""
+def write(path: Path, data: bytes, private: bool = False) -> None:
+    """Replace a file in one step: whoever looks finds the old one or the new one, whole.
+
+    private: nobody but its owner may read it
+    """
     beside = path.with_name(path.name + ".new")
     with _saying(path):
         try:
-            with open(beside, "wb") as file:
+            mode = 0o600 if private else 0o666
+            with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())

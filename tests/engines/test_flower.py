@@ -558,7 +558,7 @@ def test_an_exceptions_words_stay_with_a_deployed_client(tmp_path, caplog):
             raise ValueError("the record of Ada Lovelace is odd")
 
     reply = asked(train(), tmp_path, Quoting())
-    assert reply["problem"] == "failed: ValueError; the client's log says more"
+    assert reply["problem"] == "failed: the client gives no answer; its own log says why"
     assert "Ada Lovelace" in caplog.text
     assert re.search("Ada", str(dict(reply))) is None
 

@@ -3,7 +3,7 @@
 import pytest
 
 import fedveil as fv
-from fedveil.clients import Clients, Letter, Memory
+from fedveil.clients import Clients, Letter, Memory, Unanswered
 from fedveil.engines import Local as Engine
 from fedveil.engines import kept
 from fedveil.ledger import Ledger, Row
@@ -16,6 +16,7 @@ from toys import Tamper, linear_task
 
 LOCAL = fv.Local(lr=0.1, steps=3, batch=2)
 STEPS = Noised(1.0, 2 / 6, 3)  # of one answer, of clients of 6 records
+ASKED = '{"cohort":[0,1,2,3],"price":["noised",1.0,0.3333333333333333,3]}\n'  # a line of asked.jsonl
 
 
 def private(budget=None) -> fv.FedAvg:
@@ -31,18 +32,19 @@ def cost(answers: int) -> float:
 
 def test_what_was_spent_stays_while_the_memory_of_a_round_is_replaced():
     memory, first, again = Memory(), Held(1), Held(2)
-    memory.charge(3, 1)
+    price = private().price(linear_task())
+    memory.charge(3, bytes(8), price)
     for record in (first, again):
         memory.keep(3, 1, 0, record)
-        memory.charge(3, 1)
-    assert memory.spent(3) == 3
+        memory.charge(3, bytes(8), price)
+    assert memory.spent(3) == {STEPS: 3}
     assert memory.before(3, 1, 0) is None
     assert memory.before(3, 1, 1) is again
     memory.keep(3, 2, 0, first)
     memory.keep(3, 3, 0, first)
-    assert memory.spent(3) == 3
+    assert memory.spent(3) == {STEPS: 3}
     assert [e[:2] for e in memory.entries[3]] == [(0, 0), (2, 0), (3, 0)]
-    assert memory.spent(4) == 0
+    assert not memory.spent(4)
 
 
 def test_a_question_that_is_asked_again_is_charged_again_and_refused_over_budget():
@@ -57,22 +59,96 @@ def test_a_question_that_is_asked_again_is_charged_again_and_refused_over_budget
         seen.add(clients.answer([asked])[0].frame)
         frame = kept.pack(clients, 2)
     assert len(seen) == 3  # each with noise of its own
-    assert clients.memory.spent(2) == 3
+    assert clients.memory.spent(2) == {STEPS: 3}
     with pytest.raises(fv.Refused, match=r"over budget: the answer would bring ε to .*, the budget is"):
         clients.answer([asked])
-    assert clients.memory.spent(2) == 3
+    assert clients.memory.spent(2) == {STEPS: 3}
     assert clients.answer([Letter(Train.kind, Envelope(bytes(8), 1, 1), asked.payload)])  # another has its own account
 
 
-def test_an_answer_that_fails_is_not_charged():
-    class Broken(fv.FedAvg):
-        def update(self, crowd, w):
-            raise RuntimeError("no")
+class Broken(fv.FedAvg):
+    """Training fails, and its words quote records."""
 
-    clients = Clients(Broken(privacy=fv.DpSgd(delta=1e-3)), linear_task(), bytes(8), fv.Seed.root(0))
-    with pytest.raises(RuntimeError):
-        clients.answer([Letter(Train.kind, Envelope(bytes(8), 1, 2), pack(Train(clients.task.initial)))])
-    assert clients.memory.spent(2) == 0
+    def update(self, crowd, w):
+        SEEN.append(dict(CLIENTS[0].memory.spent(crowd.clients[0])))
+        raise RuntimeError(f"a record is {float(crowd.task.x[0, 0])}")
+
+
+SEEN: list[dict] = []
+CLIENTS: list[Clients] = []
+
+
+def test_an_answer_is_charged_before_records_are_looked_at_and_stays_charged_if_it_fails(caplog):
+    """Once an answer was checked, then charged: one that was refused for its values cost nothing, again and again."""
+    clients = Clients(Broken(LOCAL, privacy=fv.DpSgd(delta=1e-3)), linear_task(), bytes(8), fv.Seed.root(0))
+    CLIENTS[:], SEEN[:] = [clients], []
+    asked = Letter(Train.kind, Envelope(bytes(8), 1, 2), pack(Train(clients.task.initial)))
+    for times in (1, 2):
+        with pytest.raises(Unanswered) as caught:
+            clients.answer([asked])
+        assert Clients.problem(caught.value) == "failed: the client gives no answer; its own log says why"
+        assert clients.memory.spent(2) == SEEN[-1] == {STEPS: times}
+    assert "a record is" in caplog.text
+
+
+def test_a_refusal_of_its_own_answer_tells_no_value(caplog):
+    """FedLAP-DP with weights × 100 once answered "images reaches from -5657.06 to 7754.15", at no cost, without end."""
+
+    class Wild(fv.FedAvg):
+        def update(self, crowd, w):
+            return super().update(crowd, w) + 1e7
+
+    method = Wild(LOCAL, privacy=fv.DpSgd(delta=1e-3, budget=cost(2) * 1.001))
+    clients = Clients(method, linear_task(), bytes(8), fv.Seed.root(0))
+    asked = Letter(Train.kind, Envelope(bytes(8), 1, 2), pack(Train(clients.task.initial)))
+    for _ in range(2):
+        with pytest.raises(Unanswered):
+            clients.answer([asked])
+    with pytest.raises(fv.Refused, match="over budget: the answer would bring"):
+        clients.answer([asked])
+    assert "update reaches from" in caplog.text
+
+
+def test_without_privacy_a_simulation_tells_what_went_wrong():
+    clients = Clients(Broken(LOCAL), linear_task(), bytes(8), fv.Seed.root(0))
+    CLIENTS[:] = [clients]
+    asked = Letter(Train.kind, Envelope(bytes(8), 1, 2), pack(Train(clients.task.initial)))
+    with pytest.raises(RuntimeError, match="a record is"):
+        clients.answer([asked])
+    clients.discreet = True  # as a deployed one is
+    with pytest.raises(Unanswered):
+        clients.answer([asked])
+
+
+def test_a_stack_that_is_halved_is_charged_once():
+    """One delivery is one charge, however often its stack is cut down to the client that fails."""
+
+    class Failing(fv.FedAvg):
+        def update(self, crowd, w):
+            if 2 in crowd.clients:
+                raise RuntimeError("out of luck")
+            return super().update(crowd, w)
+
+    task, method = linear_task(), Failing(LOCAL, privacy=fv.DpSgd(delta=1e-3))
+    federation = fv.Federation(task, method, Engine(workers=1), fv.Sampling(size=4), fv.Seed.root(0))
+    state = method.begin(task)
+    for times in (1, 2):
+        state, row = federation.step(state, times, 9)
+        assert list(row.missing) == ["2"]
+        assert [federation.clients.memory.spent(k) for k in range(4)] == [{STEPS: times}] * 4
+
+
+def test_answers_of_different_prices_and_runs_are_composed():
+    memory, more = Memory(), fv.FedAvg(LOCAL, privacy=fv.DpSgd(noise=2.0, delta=1e-3)).price(linear_task())
+    price = private().price(linear_task())
+    memory.charge(0, b"one run.", price)
+    memory.charge(0, b"another.", price)
+    memory.charge(0, b"another.", more)
+    spent = memory.spent(0, price.unit)
+    assert spent == {STEPS: 2, more.answer: 1}
+    both = epsilon([Noised(1.0, 2 / 6, 6), Noised(2.0, 2 / 6, 3)], 1e-3)
+    assert price.spent(spent) == more.spent(spent) == both > cost(2)
+    assert not memory.spent(0, "user_privacy, replacement"), "what protects clients is another promise"
 
 
 # ---------------------------------------------------------------------------------------------------- the server
@@ -80,9 +156,9 @@ def test_an_answer_that_fails_is_not_charged():
 
 def test_a_tally_knows_the_client_that_has_lost_most():
     told = []
-    tally = Tally(Account(STEPS, fv.DpSgd(delta=1e-3, budget=cost(2))), told.append)
+    tally = Tally(Account(STEPS, fv.DpSgd(delta=1e-3, budget=cost(2))), lambda *asked: told.append(asked))
     assert [tally.ask(cohort) for cohort in ([0, 1], [2], [0])] == [cost(1), cost(1), cost(2)]
-    assert told == [[0, 1], [2], [0]]
+    assert told == [([0, 1], STEPS), ([2], STEPS), ([0], STEPS)]
     assert tally.exhausted([0, 3])
     assert not tally.exhausted([1, 2, 3])
     assert not tally.exhausted([])
@@ -145,7 +221,8 @@ def test_a_resumed_run_stops_where_a_whole_one_does(tmp_path):
 
 def test_a_folder_that_lost_who_was_asked_is_not_continued(tmp_path):
     fv.run(linear_task(), private(), rounds=2, cohort=4, folder=tmp_path)
-    for damage in (b"[0,1,2,3]\n", b"[0,1,2,3]\n{}\n", b""):
+    line = (tmp_path / "asked.jsonl").read_bytes().splitlines(keepends=True)[0]
+    for damage in (line, line + b"{}\n", line + b'{"cohort":[0],"price":["free"]}\n', b"[0,1,2,3]\n" * 2, b""):
         (tmp_path / "asked.jsonl").write_bytes(damage)
         with pytest.raises(RunError, match="does not tell who was asked in 2 rounds"):
             fv.run(linear_task(), private(), rounds=3, cohort=4, folder=tmp_path)
@@ -160,7 +237,7 @@ def test_what_was_asked_is_on_the_disk_before_it_is_asked(tmp_path):
             return super().deliver(letters, deadline)
 
     fv.run(linear_task(), private(), rounds=2, cohort=4, engine=Looking(), folder=RunFolder(tmp_path))
-    assert seen == ["[0,1,2,3]\n", "[0,1,2,3]\n" * 2]
+    assert seen == [ASKED, ASKED * 2]
 
 
 def test_a_line_that_a_kill_cut_off_is_not_ended_by_the_next(tmp_path):
@@ -169,7 +246,7 @@ def test_a_line_that_a_kill_cut_off_is_not_ended_by_the_next(tmp_path):
         file.write(b"[0,1")
     for rounds in (2, 3):
         result = fv.run(linear_task(), private(), rounds=rounds, cohort=4, folder=tmp_path)
-    assert (tmp_path / "asked.jsonl").read_text() == "[0,1,2,3]\n" * 3
+    assert (tmp_path / "asked.jsonl").read_text() == ASKED * 3
     whole = fv.run(linear_task(), private(), rounds=3, cohort=4)
     assert [row.epsilon for row in result.ledger.rows] == [row.epsilon for row in whole.ledger.rows]
 

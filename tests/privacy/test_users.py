@@ -219,7 +219,7 @@ def test_clients_count_where_they_make_it_private_themselves(how, secure):
     federation = fv.Federation(task, method, Engine(), fv.Sampling(size=4), fv.Seed.root(0))
     federation.step(method.begin(task), 1, 1)
     own = 0 if how is SUM and not secure else 1
-    assert [federation.clients.memory.spent(k) for k in range(4)] == [own] * 4
+    assert [federation.clients.memory.spent(k).total() for k in range(4)] == [own] * 4
 
 
 def test_cohorts_are_drawn_in_private_where_that_counts():

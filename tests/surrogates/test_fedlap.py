@@ -439,7 +439,7 @@ def test_a_round_that_is_asked_again_is_charged_again():
         return message.unpack(reply.frame[message.PREFIX_BYTES :], Surrogate)
 
     first, again, later = asked(1), asked(1), asked(2)
-    assert clients.memory.spent(0) == 3
+    assert clients.memory.spent(0).total() == 3
     assert not torch.equal(first.images, again.images)  # fresh noise
     assert not torch.equal(again.images, later.images)
 

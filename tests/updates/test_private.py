@@ -240,7 +240,7 @@ def test_training_is_charged_once_whatever_else_is_asked(secure, name):
     method = fv.FedAvg(LOCAL, up=CODECS[name], privacy=PRIVACY, secure=secure)
     federation = fv.Federation(task, method, Engine(), fv.Sampling(size=4), fv.Seed.root(0))
     federation.step(method.begin(task), 1, 1)
-    assert [federation.clients.memory.spent(k) for k in range(4)] == [1, 1, 1, 1]
+    assert [federation.clients.memory.spent(k).total() for k in range(4)] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("name", ["tofu", "fedsynth"])
@@ -329,7 +329,7 @@ def test_asked_in_the_clear_a_client_under_a_secure_sum_does_not_train():
     clients = Clients(fv.FedAvg(LOCAL, privacy=PRIVACY, secure=fv.SecureSum()), task, bytes(8), fv.Seed.root(0))
     with pytest.raises(fv.Refused, match="wrong kind"):
         clients.answer([Letter(Train.kind, Envelope(bytes(8), 1, 0), pack(Train(task.initial)))])
-    assert clients.memory.spent(0) == 0
+    assert not clients.memory.spent(0)
 
 
 def test_noise_is_as_large_as_it_says():

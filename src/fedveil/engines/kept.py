@@ -6,6 +6,8 @@ and comes back with the answer, so that the server's checkpoint holds it; a depl
 
 from __future__ import annotations
 
+import fcntl
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import msgspec
 from torch import Tensor
 
 from fedveil import message
-from fedveil.clients import Clients
+from fedveil.clients import Clients, Spent
 from fedveil.message import Envelope, Folded, Record, Refused
 from fedveil.privacy.secagg import Secrets
 from fedveil.runs import Remembered, digested, undigested, unfold, write
@@ -107,14 +109,59 @@ def _read(frame: bytes) -> Kept:
 # ---------------------------------------------------------------------------------------------------- on disk
 
 
+class Home:
+    """The folder of a deployed client: a file for each run, and one account for all of them, so that a budget belongs
+    to the client's records and not to a run. One question at a time: the folder is locked from loading to saving."""
+
+    def __init__(self, folder: Path, client: int) -> None:
+        self.folder, self.client, self._before = folder, client, b""
+
+    def __enter__(self) -> Home:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = os.open(self.folder / f"lock-{self.client}", os.O_WRONLY | os.O_CREAT, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._lock)
+
+    def load(self, clients: Clients, key: bytes) -> None:
+        """Give `clients` back what the client kept of this run, and its account. Raises `Refused` for damaged files."""
+        self._before = load(self._path(clients))
+        if self._before:
+            unpack(self._before, clients, self.client, key)
+        account = load(self._account)
+        record = message.unframe(account, {Spent.kind: Spent}, len(account))[0] if account else Spent([])
+        assert isinstance(record, Spent)
+        clients.memory.open_account(self.client, record)
+
+    def save(self, clients: Clients, key: bytes) -> None:
+        """Write what the client keeps of this run, and return when it is on the disk."""
+        after = pack(clients, self.client, key)
+        if after != self._before:
+            save(self._path(clients), after)
+
+    def save_account(self, clients: Clients) -> None:
+        """The same of its account."""
+        account = clients.memory.account(self.client)
+        save(self._account, message.frame(account, Envelope(client=self.client)))
+
+    @property
+    def _account(self) -> Path:
+        return self.folder / f"account-{self.client}.fv"
+
+    def _path(self, clients: Clients) -> Path:
+        return self.folder / f"{clients.run.hex()}-{self.client}.fv"
+
+
 def save(path: Path, frame: bytes) -> None:
-    """Write what a client keeps, and return when it is on the disk."""
+    """Write a frame to a file that only its owner may read, and return when it is on the disk."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write(path, digested(frame))
+    write(path, digested(frame), private=True)
 
 
 def load(path: Path) -> bytes:
-    """What a client kept; nothing where it kept nothing yet. A damaged file is refused, not begun anew."""
+    """What was saved; nothing where nothing was yet. A damaged file is refused, not begun anew."""
     if not path.exists():
         return b""
     data = path.read_bytes()

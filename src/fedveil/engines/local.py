@@ -99,11 +99,11 @@ class Local:
             stacks += [group[i : i + size] for i in range(0, len(group), size)]
         return stacks
 
-    def _answer(self, stack: list[Letter]) -> list[Reply]:
+    def _answer(self, stack: list[Letter], again: bool = False) -> list[Reply]:
         """Answer as one stack; if that fails, as two halves, down to the guilty client, who alone fails."""
         assert self._clients
         try:
-            return self._clients.answer(stack)
+            return self._clients.answer(stack, again)
         except Exception as error:
             if self.debug:
                 raise self._located(stack[0], error) from error
@@ -112,7 +112,7 @@ class Local:
                     torch.cuda.empty_cache()
                     self._fits = max(1, min(self._fits, len(stack) // 2))
                 half = len(stack) // 2
-                return self._answer(stack[:half]) + self._answer(stack[half:])
+                return self._answer(stack[:half], True) + self._answer(stack[half:], True)
             return [Reply(stack[0].client, problem=Clients.problem(error))]
 
     def _located(self, letter: Letter, error: Exception) -> ClientFailure:

@@ -1,7 +1,8 @@
 """What answers cost in privacy. Clients count what they gave away, the server counts what it asked for.
 
-Both count answers. A client refuses one that would exceed the budget, whoever asks; the server ends the run before it
-comes to that. What is asked again, because the server was killed in a round, is counted again by both.
+Both count answers by their price, which is the noisy steps that one takes; answers of different prices are composed. A
+client refuses an answer that would exceed the budget, whoever asks; the server ends the run before it comes to that.
+What is asked again, because the server was killed in a round, is counted again by both.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fedveil.message import Refused
-from fedveil.privacy.accountant import ACCOUNTANTS, Steps, epsilon
+from fedveil.privacy.accountant import ACCOUNTANTS, Noised, Skellam, Steps, epsilon
 
 ADD_REMOVE = "add/remove"
+Spending = Mapping[Steps, int]  # answers by price
 SPENT = "another round would exceed the privacy budget"  # what is said of a run that ends before its last round
 
 
@@ -72,18 +74,25 @@ class Account:
     everyone: bool = False
     colluders: int | None = None
 
-    def spent(self, answers: int) -> float:
-        """ε after so many answers."""
-        return _spent(self, answers)
+    @property
+    def unit(self) -> str:
+        """What ε protects, and for which neighbours; answers are composed with others of the same."""
+        return f"{self.promise.key}, {self.promise.relation}"
 
-    def exceeded(self, answers: int) -> bool:
+    def spent(self, answers: int | Spending) -> float:
+        """ε after so many answers at this price, or after answers at any prices."""
+        counts = {self.answer: answers} if isinstance(answers, int) else answers
+        return _spent(frozenset(counts.items()), self.promise.delta, self.promise.accountant)
+
+    def exceeded(self, answers: int | Spending) -> bool:
         budget = self.promise.budget
         return budget is not None and self.spent(answers) > budget
 
-    def allow(self, answers: int) -> None:
-        """Raise `Refused` if so many answers cost more than the budget."""
-        if self.exceeded(answers):
-            told = f"the answer would bring ε to {self.spent(answers):.4g}, the budget is {self.promise.budget:g}"
+    def allow(self, before: Spending) -> None:
+        """Raise `Refused` if one more answer would cost more than the budget."""
+        after = {**before, self.answer: before.get(self.answer, 0) + 1}
+        if self.exceeded(after):
+            told = f"the answer would bring ε to {self.spent(after):.4g}, the budget is {self.promise.budget:g}"
             raise Refused("over budget", told)
 
     def refuse(self) -> None:
@@ -94,36 +103,61 @@ class Account:
 
 
 @functools.lru_cache(maxsize=4096)
-def _spent(account: Account, answers: int) -> float:
-    steps = replace(account.answer, steps=account.answer.steps * answers)
-    return epsilon([steps], account.promise.delta, account.promise.accountant)
+def _spent(answers: frozenset[tuple[Steps, int]], delta: float, accountant: str) -> float:
+    return epsilon([replace(price, steps=price.steps * many) for price, many in answers], delta, accountant)
+
+
+def written(price: Steps) -> list[Any]:
+    """A price as plain values: the mechanism's name and its numbers."""
+    return [type(price).__name__.lower(), *vars(price).values()]
+
+
+def read(values: Sequence[Any]) -> Steps:
+    """The price that was `written`. Raises ValueError for anything else."""
+    for kind in (Noised, Skellam):
+        names = list(kind.__dataclass_fields__)
+        if values and values[0] == kind.__name__.lower() and len(values) == 1 + len(names):
+            numbers: dict[str, Any] = dict(zip(names, map(float, values[1:]), strict=True))
+            price: Steps = kind(**{**numbers, "steps": int(numbers["steps"])})
+            return price
+    raise ValueError(f"{values!r} is not the price of a private answer")
 
 
 @dataclass
 class Tally:
     """The server's own count. Who was asked may have answered, even if nothing of it arrived.
 
-    journal: told of each cohort before it is asked, so that a server that is killed knows it afterwards
+    journal: told of each cohort and its price before it is asked, so that a server that is killed knows it afterwards
     """
 
     account: Account
-    journal: Callable[[Sequence[int]], None] = lambda cohort: None
-    rounds: int = 0
-    times: Counter[int] = field(default_factory=Counter)
+    journal: Callable[[Sequence[int], Steps], None] = lambda cohort, price: None
+    rounds: Counter[Steps] = field(default_factory=Counter)
+    clients: dict[int, Counter[Steps]] = field(default_factory=dict)
 
-    def recall(self, cohorts: Iterable[Sequence[int]]) -> None:
-        """Count cohorts that were asked before."""
-        for cohort in cohorts:
-            self.rounds += 1
-            self.times.update(cohort)
+    def recall(self, asked: Iterable[tuple[Sequence[int], Steps]]) -> None:
+        """Count cohorts that were asked before, each at its price."""
+        for cohort, price in asked:
+            self.rounds[price] += 1
+            for client in cohort:
+                self.clients.setdefault(client, Counter())[price] += 1
 
     def exhausted(self, cohort: Sequence[int]) -> bool:
         """Whether to ask this cohort would bring one of its clients over the budget."""
-        most = self.rounds if self.account.everyone else max((self.times[k] for k in cohort), default=-1)
-        return self.account.exceeded(most + 1)
+        one = Counter({self.account.answer: 1})
+        if self.account.everyone:
+            return self.account.exceeded(self.rounds + one)
+        return any(self.account.exceeded(each) for each in self._different(cohort, one))
 
     def ask(self, cohort: Sequence[int]) -> float:
         """Count a cohort that is about to be asked; the ε of the client that has then lost most."""
-        self.journal(cohort)
-        self.recall([cohort])
-        return self.account.spent(self.rounds if self.account.everyone else max(self.times.values(), default=0))
+        self.journal(cohort, self.account.answer)
+        self.recall([(cohort, self.account.answer)])
+        if self.account.everyone:
+            return self.account.spent(self.rounds)
+        return max((self.account.spent(each) for each in self._different(self.clients, Counter())), default=0.0)
+
+    def _different(self, clients: Iterable[int], more: Counter[Steps]) -> list[Counter[Steps]]:
+        """What some clients have spent and `more`, each amount once."""
+        amounts = {frozenset((self.clients.get(k, Counter()) + more).items()) for k in clients}
+        return [Counter(dict(each)) for each in amounts]

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fedveil import message
-from fedveil.clients import OWN_NOTE
+from fedveil.clients import ABOUT_QUESTIONS, OWN_NOTE
 from fedveil.message import Answer, Question, Refused
 from fedveil.privacy import graph, masks, shamir, skellam
 from fedveil.privacy.masks import KEY, FixedPoint, Vector
@@ -58,7 +58,6 @@ NOTE = OWN_NOTE  # the secrets of the round. The others are no secrets, and a cl
 OVER = f"{OWN_NOTE}: unmasked"  # it must not unmask twice,
 BASIS = f"{OWN_NOTE}: basis"  # nor mask the answers to two questions
 PENDING = f"{OWN_NOTE}: memory"  # what it will remember once it has unmasked
-ABOUT_QUESTIONS = ("over budget", "lost state", "out of step", "wrong kind", "too large")  # refusals, not about records
 _log = logging.getLogger("fedveil")
 
 

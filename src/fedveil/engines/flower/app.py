@@ -11,7 +11,7 @@ from pathlib import Path
 from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 
-from fedveil.clients import Clients, Letter, Reply
+from fedveil.clients import Clients, Letter, Reply, Unanswered
 from fedveil.engines import kept
 from fedveil.engines.flower import wire
 from fedveil.graphs import one_thread
@@ -75,15 +75,21 @@ def _answer(
     if letter.client != own:
         raise Refused("unknown client", f"this is client {own}, not {letter.client}")
     here = Clients(like.method, like.task, run, like.seed, like.secret, like.identities)
-    path = memory(context) / f"{run.hex()}-{own}.fv" if memory else None
-    before = kept.load(path) if path else wire.take(message, "frame", bytes, b"", wire.KEPT)
-    if before:
-        kept.unpack(before, here, own, _key(context))
-    (reply,) = here.answer([letter])
-    after = kept.pack(here, own, _key(context))
-    if path and after != before:
-        kept.save(path, after)
-    return reply, b"" if path else after
+    if memory is None:
+        if before := wire.take(message, "frame", bytes, b"", wire.KEPT):
+            kept.unpack(before, here, own, _key(context))
+        try:
+            (reply,) = here.answer([letter])
+        except Exception as error:
+            reply = Reply(own, problem=Clients.problem(error))
+        return reply, kept.pack(here, own, _key(context))
+    here.discreet = True
+    with kept.Home(memory(context), own) as home:
+        home.load(here, _key(context))
+        here.persist = lambda: home.save_account(here)
+        (reply,) = here.answer([letter])
+        home.save(here, _key(context))
+    return reply, b""
 
 
 def _key(context: Context) -> bytes:
@@ -107,7 +113,7 @@ def _partition(context: Context) -> int:
 
 def _told(error: Exception, simulated: bool) -> str:
     """What the server hears of a failure. An exception's words may quote a record, so a deployed client keeps them."""
-    if simulated or isinstance(error, Refused):
+    if simulated or isinstance(error, Refused | Unanswered):
         return Clients.problem(error)
     _log.exception("the question could not be answered")
-    return f"failed: {type(error).__name__}; the client's log says more"
+    return Clients.problem(Unanswered())
