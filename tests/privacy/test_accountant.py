@@ -164,11 +164,11 @@ def test_gaussian_and_skellam_steps_add_up():
 def test_what_skellam_noise_does_not_have():
     with pytest.raises(ValueError, match="'pld', but Skellam noise has no privacy loss distribution here; use rdp"):
         epsilon([Skellam(1.0, 1.0, 1.0, 1)], 1e-5, "pld")
-    for given, words in [
+    for wrong, words in [
         ((0.0, 1.0, 1.0, 1), "the variance of Skellam noise is 0"),
         ((1.0, -1.0, 1.0, 1), "norms of -1 and 1"),
         ((1.0, 1.0, math.inf, 1), "norms of 1 and inf"),
         ((1.0, 1.0, 1.0, -1), "steps is -1"),
     ]:
         with pytest.raises(ValueError, match=words):
-            Skellam(*given)
+            Skellam(*wrong)
