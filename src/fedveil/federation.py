@@ -12,6 +12,7 @@ import math
 import re
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -473,7 +474,11 @@ class Federation:
         try:
             if not ids and self.method.fewest:
                 raise BelowQuorum("the draw chose nobody")
-            state = self.method.round(state, cohort)
+            after = self.method.round(state, cohort)
+            if problem := _unusable(after):
+                row.events.append(f"the result was refused: {problem}; the weights stay as they were")
+            else:
+                state = after
         except BelowQuorum as error:
             row.events.append(f"below quorum: {error}; the weights stay as they were")
         row.events += getattr(self.engine, "events", list)()  # an engine may have some of its own
@@ -529,6 +534,10 @@ def run(
 
     plan = cohort if isinstance(cohort, Sampling) else Sampling(size=cohort)
     engine = Local() if engine is None else engine
+    if target is not None and not task.scores:
+        raise ValueError(
+            f"target is {target:g}, but the model's outputs are not class scores, so there is no accuracy; leave it out"
+        )
     home = RunFolder(folder) if isinstance(folder, (str, Path)) else folder
     with contextlib.ExitStack() as at_the_end:
         if home:
@@ -550,6 +559,8 @@ def run(
         if account := method.account(task, plan):
             federation.tally = Tally(account, home.asking) if home else Tally(account)
             federation.tally.recall(home.asked(done) if home else [])
+            if home and account.everyone:  # who was drawn is what its ε counts on
+                home.hide()
         failed = sum(1 for _ in takewhile(_unanswered, reversed(ledger.rows))) % patience
         stopped = "target" if any(_reached(row, target) for row in ledger.rows[-1:]) else ""
         for number in range(done + 1, rounds + 1):
@@ -557,6 +568,11 @@ def run(
             if stopped:
                 break
             state, row = federation.step(state, number, rounds)
+            if saved and saved.damaged and number == done + 1:
+                told = "; ".join(saved.damaged)
+                row.events.append(f"{told} cannot be read: the run goes on from the checkpoint of round {done}")
+            if behind := _behind(row):
+                row.events.append(f"clients have seen round {number} before; the run goes on with the next one")
             ledger.append(row)
             if home:
                 for name, pictures in federation.exhibits.items():
@@ -564,10 +580,15 @@ def run(
                 home.save(federation.run, number, state, federation.clients.memory.entries)
             if observer:
                 observer(row)
-            failed = failed + 1 if _unanswered(row) else 0
+            failed = failed + 1 if _unanswered(row) and not behind else 0
+            if failed:
+                why = _grouped(row.missing.values())
+                warnings.warn(f"no client answered in round {number}: {why}", RuntimeWarning, stacklevel=2)
             if failed >= patience:
                 raise Starved.after(ledger)
             stopped = "target" if _reached(row, target) else "interrupt" if stop() else ""
+        if learned_nothing(ledger):
+            warnings.warn(nothing_learned(ledger), RuntimeWarning, stacklevel=2)
         return Result(method.name, state.weights.cpu(), ledger, task, stopped or "rounds")
 
 
@@ -613,13 +634,45 @@ def begin(task: Task, method: Method, cohort: Sampling) -> State:
     return state
 
 
-def unanswered(ledger: Ledger) -> bool:
-    """Whether in no round at all anybody answered."""
-    return bool(ledger.rows) and all(map(_unanswered, ledger.rows))
+def learned_nothing(ledger: Ledger) -> bool:
+    """Whether there were rounds and no answer could be used in any of them."""
+    return bool(ledger.rows) and all(_unanswered(row) or _skipped(row) for row in ledger.rows)
+
+
+NOTHING = "nothing was learned"
+STAYED = "the weights stay as they were"  # the last words of the event of a round without a result
+
+
+def nothing_learned(ledger: Ledger) -> str:
+    """The sentence about such a run."""
+    rounds, last = len(ledger.rows), ledger.rows[-1]
+    why = _grouped(last.missing.values()) or "; ".join(last.events)
+    return f"{NOTHING}: no answer could be used in {rounds} round{'s' if rounds > 1 else ''}; the last reasons: {why}"
 
 
 def _unanswered(row: Row) -> bool:
     return bool(row.cohort) and len(row.missing) == len(row.cohort)
+
+
+def _unusable(state: State) -> str:
+    """What in a state no later round could use: a number that is not finite or out of its field's range."""
+    for name, schema in message.fields(type(state)).items():
+        if isinstance(value := getattr(state, name), Tensor):
+            low, high = (float(v) for v in torch.aminmax(value))
+            if not (schema.low <= low and high <= schema.high):  # NaN is in no range
+                return f"{name} reaches from {low:g} to {high:g}, allowed is {schema.low:g} to {schema.high:g}"
+    return ""
+
+
+def _skipped(row: Row) -> bool:
+    """Whether a round had nobody to ask, or ended without a result."""
+    return not row.cohort or any(event.endswith(STAYED) for event in row.events)
+
+
+def _behind(row: Row) -> bool:
+    """Whether most clients are ahead of a server that had to go back to an older checkpoint."""
+    ahead = ("refused: wrong round", "refused: wrong stage")
+    return 2 * sum(why.startswith(ahead) for why in row.missing.values()) > len(row.cohort)
 
 
 def _reached(row: Row, target: float | None) -> bool:

@@ -74,6 +74,7 @@ class Saved:
     state: Any
     memory: dict[int, list[tuple[int, int, Record]]]
     decided: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    damaged: tuple[str, ...] = ()  # newer checkpoints that cannot be read, and why
 
 
 class RunFolder:
@@ -101,6 +102,10 @@ class RunFolder:
             with contextlib.suppress(OSError):  # a row that could not be written was reported when it was tried
                 self._ledger.close()
         self._lock.close()
+
+    def hide(self) -> None:
+        """Let nobody but its owner look into the folder: it holds what must stay with the server."""
+        self.path.chmod(0o700)
 
     def describe(self, recipe: str, environment: dict[str, Any]) -> None:
         """Write what was asked for and where it runs; both are for people and for `resume`."""
@@ -184,7 +189,7 @@ def newest(folder: Path) -> Saved | None:
     problems = []
     for path in _checkpoints(folder):
         try:
-            return read_checkpoint(path.read_bytes())
+            return dataclasses.replace(read_checkpoint(path.read_bytes()), damaged=tuple(problems))
         except (Refused, OSError) as error:
             problems.append(f"{path.name} ({error})")
     if problems:

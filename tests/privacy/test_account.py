@@ -1,5 +1,7 @@
 """Who counts what: clients what they gave away, the server what it asked for, and neither forgets."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 import fedveil as fv
@@ -255,3 +257,119 @@ def test_a_method_that_promises_nothing_is_not_charged(tmp_path):
     result = fv.run(linear_task(), fv.FedAvg(LOCAL), rounds=2, cohort=4, folder=tmp_path)
     assert [row.epsilon for row in result.ledger.rows] == [None, None]
     assert not (tmp_path / "asked.jsonl").exists()
+
+
+# ---------------------------------------------------------------------------------------------------- deployed clients
+
+
+def deployed(folder, task, method, run: bytes):
+    """A function that asks client 2, which keeps its files in `folder`, to train in a round of this run."""
+    pytest.importorskip("flwr")
+    from engines.grids import Nodes, made
+    from fedveil.engines.flower import Flower, client_app
+
+    grid = Nodes(client_app(made(task, method), lambda context: folder), [2])
+    engine = Flower(grid, 600.0, nodes=1, poll=0.001, tell=lambda said: None)
+    engine.open(Clients(method, task, run, fv.Seed.root(0)))
+
+    def ask(round_: int) -> str:
+        (reply,) = engine.deliver([Letter(Train.kind, Envelope(run, round_, 2), pack(Train(task.initial)))], None)
+        return reply.problem
+
+    return ask
+
+
+def test_a_budget_is_that_of_the_client_and_not_of_a_run(tmp_path):
+    """A run is 8 bytes that the server chooses: once, others gave as many answers again."""
+    task, method = linear_task(), private(budget=cost(3) * 1.001)
+    told = [deployed(tmp_path, task, method, bytes([k]) * 8)(1) for k in range(20)]
+    assert told[:3] == [""] * 3
+    assert all(why.startswith("refused: over budget: the answer would bring ε to") for why in told[3:])
+
+
+def test_a_deployed_clients_charge_is_on_its_disk_before_it_looks_at_records(tmp_path):
+    class Looking(fv.FedAvg):
+        def update(self, crowd, w):
+            found.append((tmp_path / "account-2.fv").read_bytes())
+            raise MemoryError("killed")
+
+    found: list[bytes] = []
+    task, method = linear_task(), Looking(LOCAL, privacy=fv.DpSgd(delta=1e-3, budget=cost(2) * 1.001))
+    ask = deployed(tmp_path, task, method, bytes(8))
+    assert ask(1) == ask(2) == "failed: the client gives no answer; its own log says why"
+    assert len(set(found)) == 2
+    assert ask(3).startswith("refused: over budget")
+
+
+def test_a_clients_files_are_its_own(tmp_path):
+    deployed(tmp_path / "home", linear_task(), private(), bytes(8))(1)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "home").iterdir()}
+    assert set(modes) == {"account-2.fv", "0000000000000000-2.fv", "lock-2"}
+    assert set(modes.values()) == {0o600}
+    assert (tmp_path / "home").stat().st_mode & 0o777 == 0o700
+
+
+def test_two_processes_of_one_client_do_not_count_one_answer(tmp_path):
+    """Each loads the account, answers and saves it under a lock."""
+    task, method = linear_task(), private()
+    with ThreadPoolExecutor(4) as pool:
+        homes = [Clients(method, task, bytes([k]) * 8, fv.Seed.root(0)) for k in range(12)]
+
+        def answer(here: Clients) -> None:
+            with kept.Home(tmp_path, 2) as home:
+                home.load(here, bytes(32))
+                here.persist = lambda: home.save_account(here)
+                here.answer([Letter(Train.kind, Envelope(here.run, 1, 2), pack(Train(task.initial)))])
+                home.save(here, bytes(32))
+
+        list(pool.map(answer, homes))
+    last = Clients(method, task, bytes(8), fv.Seed.root(0))
+    with kept.Home(tmp_path, 2) as home:
+        home.load(last, bytes(32))
+    assert last.memory.spent(2) == {STEPS: 12}
+
+
+def test_a_damaged_account_is_refused_and_not_begun_anew(tmp_path):
+    ask = deployed(tmp_path, linear_task(), private(), bytes(8))
+    assert ask(1) == ""
+    path = tmp_path / "account-2.fv"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert "refused: lost state: the client's memory file is damaged" in ask(2)
+
+
+def test_a_folder_with_hidden_cohorts_is_its_owners(tmp_path):
+    users = fv.UserLevel(noise=1.0, delta=1e-2, relation="zero-out")
+    for name, plan in (("hidden", fv.Sampling(size=2, kind="poisson")), ("public", fv.Sampling(size=2))):
+        fv.run(linear_task(), fv.FedAvg(LOCAL, user_privacy=users), rounds=1, cohort=plan, folder=tmp_path / name)
+    assert (tmp_path / "hidden").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "public").stat().st_mode & 0o077
+
+
+def test_a_server_that_goes_back_to_an_older_checkpoint_says_so_and_is_caught_up(tmp_path):
+    """Clients that have seen a round before refuse it; once the run then ended for want of answers."""
+    pytest.importorskip("flwr")
+    from engines.grids import Nodes, made
+    from fedveil.engines.flower import Flower, client_app
+
+    task, method = linear_task(), private()
+    grid = Nodes(client_app(made(task, method), lambda context: tmp_path / str(context.node_id)), range(4))
+
+    def run(rounds):
+        engine = Flower(grid, 600.0, poll=0.001, tell=lambda said: None)
+        return fv.run(task, method, rounds=rounds, cohort=4, engine=engine, folder=tmp_path / "run", patience=1)
+
+    run(4)
+    newest = tmp_path / "run" / "checkpoint-00000004.fv"
+    newest.write_bytes(newest.read_bytes()[:-1] + b"?")
+    for k, context in enumerate(sorted(grid.contexts.values(), key=lambda each: each.node_config["partition-id"])):
+        (path,) = (tmp_path / str(context.node_id)).glob(f"????????????????-{k}.fv")
+        here = Clients(method, task, bytes.fromhex(path.name.split("-")[0]), fv.Seed.root(0))
+        kept.unpack(kept.load(path), here, k)
+        here.round = 5  # it was asked in a round that the server does not remember
+        kept.save(path, kept.pack(here, k))
+    rows = run(6).ledger.rows
+    assert "cannot be read: the run goes on from the checkpoint of round 3" in rows[3].events[1]
+    assert rows[3].events[2] == "clients have seen round 4 before; the run goes on with the next one"
+    assert all(why.startswith("refused: wrong round: round 4 is over") for why in rows[3].missing.values())
+    assert not rows[4].missing
+    assert not rows[5].missing
