@@ -1,13 +1,17 @@
 """Any module as a pure function of a flat vector, and the models that cannot be one."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fedveil as fv
 from fedveil import models
 from fedveil.data import from_tensors
-from fedveil.task import Layout, cross_entropy, next_character
+from fedveil.task import WAYS_OUT, Layout, cross_entropy, next_character
 from toys import linear_task
 
 
@@ -112,6 +116,122 @@ def test_a_model_that_cannot_be_stacked_trains_one_client_at_a_time_with_a_notic
     assert not torch.equal(result.weights, task.initial)
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        fv.FedAvg(local=fv.Local(lr=0.5, batch=3), privacy=fv.DpSgd(noise=0.5)),
+        fv.FedSGD(privacy=fv.DpSgd(noise=0.5)),
+        fv.FedAvg(up=fv.Tofu(points=2, steps=2)),
+        fv.FedAvg(up=fv.FedSynth(batches=1, batch=2, epochs=2, fits=2, restarts=2)),
+        fv.Baffle(directions=3),
+        fv.FedLap(images=1, batches=1, steps=2, passes=1, image_lr=0.1),
+    ],
+    ids=["privacy", "fedsgd", "tofu", "fedsynth", "baffle", "fedlap"],
+)
+def test_a_model_that_cannot_be_stacked_still_learns_whatever_a_method_stacks(method):
+    with pytest.warns(UserWarning, match="cannot be stacked"):
+        task = task_with(Unstackable(4, 3))
+    result = fv.run(task, method, rounds=2, cohort=2)
+    assert not any(row.missing for row in result.ledger.rows)
+    assert not torch.equal(result.weights, task.initial)
+
+
+class Alone(torch.autograd.Function):
+    """A layer whose derivative is for batches."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, slope):
+        if len(slope) < 2:
+            raise RuntimeError("a batch is needed")
+        return slope
+
+
+class Attention(nn.Module):
+    def __init__(self, *backends):
+        super().__init__()
+        self.inner, self.last, self.backends = nn.Linear(2, 2), nn.Linear(4, 3), list(backends)
+
+    def forward(self, x):
+        x = self.inner(x.view(-1, 1, 2, 2))
+        with sdpa_kernel(self.backends) if self.backends else nullcontext():
+            return self.last(F.scaled_dot_product_attention(x, x, x).flatten(1))
+
+
+class Through(nn.Linear):
+    def __init__(self, function):
+        super().__init__(4, 3)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(super().forward(x))
+
+
+class Signs(nn.Linear):
+    def forward(self, x):
+        return (super().forward(x) > 0).float()
+
+
+SECOND = r"needs second derivatives, and this model fails there \(.*\); replace the layer that fails.*qsgd"
+UNABLE = {
+    "tofu": (Attention, fv.FedAvg(up=fv.Tofu(steps=2)), "fedavg " + SECOND),
+    "tofu down": (Attention, fv.FedAvg(down=fv.Tofu(steps=2)), "fedavg " + SECOND),
+    "fedsynth": (Attention, fv.FedSynthAvg(), "fedsynth " + SECOND),
+    "tiers": (Attention, fv.FedAvg(up=fv.Tiers()), "fedavg " + SECOND),
+    "fedlap": (Attention, fv.FedLap(), "fedlap " + SECOND),
+    "privacy": (
+        lambda: Through(Alone.apply),
+        fv.FedAvg(privacy=fv.DpSgd()),
+        r"fedavg needs a gradient of each record, and this model fails there \(a batch is needed\); .*method.privacy",
+    ),
+    "scaffold": (lambda: Through(Alone.apply), fv.Scaffold(privacy=fv.DpSgd()), "needs a gradient of each record"),
+    "other outputs": (
+        lambda: nn.Linear(4, 4),
+        fv.TofuAvg(),
+        r"tofu needs a score of each class, and this model fails there \(its outputs have shape \[4\] a record",
+    ),
+    "no gradient": (lambda: Signs(4, 3), fv.FedAvg(), r"needs gradients.*or the method baffle"),
+}
+
+
+@pytest.mark.parametrize("case", UNABLE)
+@pytest.mark.filterwarnings("ignore:this model cannot be stacked", "ignore:There is a performance drop")
+def test_a_model_that_cannot_do_what_a_method_needs_is_found_before_anything_is_asked(case):
+    model, method, told = UNABLE[case]
+    task, asked = task_with(model()), []
+    with pytest.raises(ValueError, match=told) as refused:
+        fv.run(task, method, rounds=1, cohort=2, observer=asked.append)
+    assert not asked
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore:this model cannot be stacked", "ignore:There is a performance drop")
+def test_the_ways_out_of_a_refusal_lead_out():
+    for model, method in (
+        (Attention(SDPBackend.MATH), fv.FedAvg(up=fv.Tofu(points=2, steps=2))),
+        (Attention(), fv.FedAvg(up=fv.Qsgd())),
+        (Signs(4, 3), fv.Baffle(directions=3)),
+    ):
+        assert not fv.run(task_with(model), method, rounds=1, cohort=2).ledger.rows[0].missing
+
+
+def test_a_trial_is_made_once_a_task(monkeypatch):
+    task, tried = task_with(nn.Linear(4, 3)), []
+    monkeypatch.setattr(task, "_try", tried.append)
+    for _ in range(3):
+        fv.federation.begin(task, fv.FedAvg(up=fv.FedSynth()), fv.Sampling(size=2))
+    assert len(tried) == len(set(tried)) == 4
+
+
+def test_every_method_states_needs_that_can_be_tried():
+    for method in fv.METHODS.values():
+        assert set(method().needs) <= set(WAYS_OUT)
+        assert method().needs
+
+
 def test_the_gradient_is_that_of_each_client_alone_and_padding_does_not_count():
     task = linear_task(3)
     w = torch.randn(3, 8, dtype=torch.float32)
@@ -153,6 +273,61 @@ def test_metrics_by_hand():
     assert metrics["accuracy"] == pytest.approx(5 / 7)
     assert metrics["top5"] == 1.0
     assert metrics["loss"] == pytest.approx(float(cross_entropy(scores, data.test_y).mean()), rel=1e-6)
+
+
+def one_logit(logits, y):
+    return F.binary_cross_entropy_with_logits(logits.squeeze(-1), y.float(), reduction="none")
+
+
+def distances(outputs, y):
+    return F.cross_entropy(-outputs, y, reduction="none")
+
+
+def spread(outputs, y):
+    """A Gaussian's mean and log-variance."""
+    return (y - outputs[:, 0]).square() / outputs[:, 1].exp() + outputs[:, 1]
+
+
+def margin(logits, y):
+    return F.multi_margin_loss(logits, y, reduction="none")
+
+
+def squared(logits, y):
+    return (logits - F.one_hot(y, 2)).square().sum(-1)
+
+
+def likelihood(probabilities, y):
+    return F.nll_loss(probabilities.log_softmax(-1).exp().log(), y, reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("outputs", "loss", "fits"),
+    [
+        (2, "cross-entropy", True),
+        (3, "cross-entropy", True),
+        (2, margin, True),
+        (2, squared, True),
+        (2, likelihood, True),
+        (2, nn.CrossEntropyLoss(reduction="none", label_smoothing=0.1), True),
+        (1, one_logit, False),
+        (2, distances, False),
+        (2, spread, False),
+    ],
+)
+def test_accuracy_is_measured_only_where_outputs_are_class_scores(outputs, loss, fits):
+    """A model with one logit and base rate 3 of 4 had an accuracy of 0.75, whatever it had learned."""
+    x, y = torch.randn(8, 4, generator=fv.Seed.root(0).torch()), torch.tensor([0, 0, 0, 1] * 2)
+    data = from_tensors(x, y, x, y, classes=2)
+    task = fv.Task(nn.Linear(4, outputs), data, fv.split("iid", data, 2, fv.Seed.root(0)), loss=loss)
+    assert set(task.evaluate(task.initial)) == ({"accuracy", "loss"} if fits else {"loss"})
+    result = fv.run(task, fv.FedAvg(), rounds=1, cohort=2)
+    assert ("accuracy" in result.ledger.rows[0].metrics) == fits
+    assert (result.summary()["accuracy"] is not None) == fits
+    assert ("accuracy" in result.table()) == fits
+    result.plot()
+    if not fits:
+        with pytest.raises(ValueError, match=r"target is 0\.9, but the model's outputs are not class scores"):
+            fv.run(task, fv.FedAvg(), rounds=1, cohort=2, target=0.9)
 
 
 def test_text_trains_too():

@@ -28,7 +28,7 @@ from fedveil.probes.replay import Key, Step, longest, replay
 from fedveil.seeds import Seed, is_weak
 from fedveil.server import Server, ServerState
 from fedveil.steps import Follow, Steps, Version
-from fedveil.task import Task
+from fedveil.task import FORWARD_PASSES, Task
 
 K = Annotated[int, Meta(ge=1, le=10**6)]
 SIGMAS = {"float32": 1e-4, "float16": 1e-3}  # half precision rounds away most of what a smaller one changes
@@ -187,6 +187,10 @@ class Baffle(Method):
     @property
     def fewest(self) -> int:
         return self.secure.least if self.secure else 1
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (FORWARD_PASSES,)
 
     def begin(self, task: Task) -> BaffleState:
         self.places(task)

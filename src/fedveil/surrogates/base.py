@@ -21,7 +21,7 @@ from fedveil.message import Answer, Question, Refused
 from fedveil.surrogates.augment import refuse, strategies
 from fedveil.surrogates.descent import descend, rates
 from fedveil.surrogates.sets import Classes, Distil, LapState, Last, Surrogate, WhichClasses, held
-from fedveil.task import Rows, Task
+from fedveil.task import FORWARD_PASSES, Rows, Task
 
 MEASURED = 256  # the most records on which a client measures its radius, at every step, and how alike its set is
 
@@ -69,6 +69,10 @@ class Surrogates(Method):
     def measures(self) -> bool:
         """Whether clients measure r_k."""
         return self.region in ("min", "max", "median")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (*super().needs, FORWARD_PASSES) if self.measures else super().needs
 
     def begin(self, task: Task) -> LapState:
         if not task.data.x.is_floating_point():

@@ -22,7 +22,7 @@ from fedveil.surrogates.augment import Change, Siamese, same
 from fedveil.surrogates.base import Surrogates
 from fedveil.surrogates.descent import descend, rates
 from fedveil.surrogates.matching import matched
-from fedveil.task import Task
+from fedveil.task import SECOND_DERIVATIVES, Task
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,10 @@ class FedLap(Surrogates):
             raise ValueError("method.model_steps and method.mse are 0 or more, and method.model_lr is above 0")
         if self.privacy:
             self.refuse_private()
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return *super().needs, SECOND_DERIVATIVES
 
     def fit(self, crowd: Crowd, w: Tensor, images: Tensor, labels: Tensor) -> Tensor:
         """Follow trajectories from `w` [d] and fit `images` [C, points, …] in place along them (eqs. 11 and 12).
@@ -208,7 +212,7 @@ class Batches:
         mask = np.zeros((len(crowd), width), np.float32)
         for k, (own, seed) in enumerate(zip(crowd.rows.indices, crowd.seeds("batches"), strict=True)):
             size = min(batch, len(own))
-            mask[k, :size] = 1
+            mask[k, :size], index[:, :, k] = 1, own[0]
             for piece, place in enumerate(where):
                 rng = seed.child(*place).numpy()
                 for t in range(steps):
