@@ -170,9 +170,33 @@ def test_a_mistake_is_one_sentence(args: list[str], told: str) -> None:
     assert not Path("gone").exists()
 
 
+@pytest.mark.filterwarnings("default")
 def test_clients_that_never_answer_are_a_sentence_of_code_1() -> None:
-    assert "no client answered for 5 rounds" in sentence(run("a", "--set", "cohort.drop=0.999999", rounds=9), 1)
-    assert "no client answered for 2 rounds" in sentence(run("b", "--set", "cohort.drop=0.999999", rounds=2), 1)
+    result = run("a", "--set", "cohort.drop=0.999999", rounds=9)
+    assert "no client answered for 5 rounds" in sentence(result, 1)
+    for number in range(1, 6):
+        assert f"fedveil: warning: no client answered in round {number}: 2 × dropped\n" in result.stderr
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_run_that_never_learned_anything_ends_with_code_1_however_often_it_is_looked_at() -> None:
+    told = "fedveil: b: nothing was learned: no answer could be used in 2 rounds; the last reasons: 2 × dropped\n"
+    for result in (
+        run("b", "--set", "cohort.drop=0.999999", "--format", "json"),
+        fv("resume", "b", "--format", "json"),
+    ):
+        assert result.exit_code == 1
+        assert json.loads(result.stdout)["rounds"] == 2
+        assert result.stderr.endswith(told)
+        assert result.stderr.count("nothing was learned") == 1
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_comparison_with_a_run_that_never_learned_anything_is_finished_and_ends_with_code_1() -> None:
+    result = fv("compare", "digits/fedavg", *SMALL, "--set", "rounds=1", "--set", "cohort.drop=0.999999", "--out", "c")
+    assert result.exit_code == 1
+    assert Path("c/report.html").is_file()
+    assert "c/digits-fedavg: nothing was learned: no answer could be used in 1 round; " in result.stderr
 
 
 def test_a_cohort_too_small_for_a_secure_sum_is_a_sentence() -> None:
@@ -192,7 +216,9 @@ def test_weights_that_run_away_are_a_sentence_of_code_1() -> None:
 def test_a_folder_that_turns_out_unusable_is_a_sentence() -> None:
     good(run("a", rounds=1))
     Path("a/recipe.toml").write_text('rounds = 2\n[method]\nname = "scaffold"\n')
-    assert "a holds a run of another recipe; choose another folder, or change the recipe back" in sentence(fv("resume", "a"))
+    assert "a holds a run of another recipe; choose another folder, or change the recipe back" in sentence(
+        fv("resume", "a")
+    )
 
 
 def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

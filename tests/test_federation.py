@@ -26,6 +26,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:no client answered in round")  # four stages with drop-outs leave nobody at times
 @pytest.mark.parametrize(("method", "plan"), SHAPES, ids=[m.name for m, _ in SHAPES])
 def test_in_this_process_and_in_another_one_the_result_is_the_same_bit_for_bit(method, plan):
     here = fv.run(linear_task(), method, rounds=6, cohort=plan, engine=Local(stack=1, workers=1))
@@ -43,6 +44,7 @@ def test_a_method_that_asks_twice_finds_what_the_client_kept():
     torch.testing.assert_close(result.weights, task.initial + 10 / 4)
 
 
+@pytest.mark.filterwarnings("ignore:no client answered in round")
 def test_four_stages_shrink_and_the_sum_is_of_the_survivors():
     result = fv.run(linear_task(8, 40), FourStages(), rounds=8, cohort=fv.Sampling(size=8, drop=0.25))
     shrinking = [[row.metrics[f"stage{s}"] for s in range(4)] for row in result.ledger.rows if "stage3" in row.metrics]
@@ -133,7 +135,9 @@ def test_a_share_of_the_cohort_is_not_rounded_up_by_a_hair():
 
 def test_below_quorum_the_weights_stay():
     task = linear_task(10, 60)
-    result = fv.run(task, fv.FedAvg(), rounds=3, cohort=fv.Sampling(size=10, quorum=0.9, drop=0.6))
+    told = r"^nothing was learned: no answer could be used in 3 rounds; the last reasons: \d × dropped$"
+    with pytest.warns(RuntimeWarning, match=told):
+        result = fv.run(task, fv.FedAvg(), rounds=3, cohort=fv.Sampling(size=10, quorum=0.9, drop=0.6))
     assert torch.equal(result.weights, task.initial)
     assert all("below quorum" in row.events[0] for row in result.ledger.rows)
 
@@ -142,10 +146,48 @@ def test_all_clients_failing_stops_with_the_reason():
     def lose(round_, replies):
         return [Reply(r.client, problem="failed: battery empty") for r in replies]
 
-    with pytest.raises(Starved, match=r"no client answered for 5 rounds.*: 2 × failed: battery empty$"):
+    with (
+        pytest.warns(RuntimeWarning) as told,
+        pytest.raises(Starved, match=r"no client answered for 5 rounds.*: 2 × failed: battery empty$"),
+    ):
         fv.run(linear_task(), fv.FedAvg(), rounds=20, cohort=2, engine=Tamper(lose))
+    sentences = [f"no client answered in round {number}: 2 × failed: battery empty" for number in range(1, 6)]
+    assert [str(each.message) for each in told] == sentences
+    assert {each.filename for each in told} == {__file__}  # the caller's line
 
 
+def test_a_run_that_never_learned_anything_warns_at_its_end():
+    """20 of 20 answers of a private run failed: it charged an ε of 6, never moved a weight and returned normally."""
+
+    class Failing(fv.FedAvg):
+        def update(self, crowd, w):
+            raise ArithmeticError("no layer for this")
+
+    with pytest.warns(RuntimeWarning) as told:
+        fv.run(linear_task(), Failing(), rounds=4, cohort=2)
+    *rounds, last = [str(each.message) for each in told]
+    assert rounds == [
+        f"no client answered in round {n}: 2 × failed: ArithmeticError: no layer for this" for n in (1, 2, 3, 4)
+    ]
+    assert last == (
+        "nothing was learned: no answer could be used in 4 rounds; "
+        "the last reasons: 2 × failed: ArithmeticError: no layer for this"
+    )
+
+
+def test_one_round_with_an_answer_is_enough_to_learn():
+    def lose(round_, replies):
+        return [Reply(r.client, problem="failed: no power") for r in replies] if round_ < 3 else replies
+
+    with pytest.warns(RuntimeWarning) as told:
+        fv.run(linear_task(), fv.FedAvg(), rounds=3, cohort=2, engine=Tamper(lose))
+    assert [str(each.message)[:32] for each in told] == [
+        "no client answered in round 1: 2",
+        "no client answered in round 2: 2",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:no client answered in round")
 def test_reasons_that_differ_in_numbers_only_are_told_once():
     def lose(round_, replies):
         far = [f"refused: out of range: update reaches from -{r.client}e+06 to {r.client}.5" for r in replies]

@@ -132,6 +132,7 @@ def test_a_run_that_reached_its_target_stays_where_it_is(tmp_path):
     assert len(again.ledger.rows) == 1
 
 
+@pytest.mark.filterwarnings("ignore:no client answered in round", "ignore:nothing was learned")
 def test_rounds_without_an_answer_are_counted_across_a_resume_and_anew_after_a_stop(tmp_path):
     def lose(round_, replies):
         return [Reply(reply.client, problem="failed: no network") for reply in replies]

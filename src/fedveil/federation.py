@@ -538,10 +538,6 @@ def run(
         raise ValueError(
             f"target is {target:g}, but the model's outputs are not class scores, so there is no accuracy; leave it out"
         )
-    if target is not None and not task.scores:
-        raise ValueError(
-            f"target is {target:g}, but the model's outputs are not class scores, so there is no accuracy; leave it out"
-        )
     home = RunFolder(folder) if isinstance(folder, (str, Path)) else folder
     with contextlib.ExitStack() as at_the_end:
         if home:

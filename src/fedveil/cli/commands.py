@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import click
 import typer
 
 import fedveil
@@ -38,7 +39,7 @@ from fedveil.cli.options import (
 from fedveil.cli.progress import INTERRUPTED, Interrupt
 from fedveil.cli.shell import Plainly, out, say
 from fedveil.cost import cost as foretell
-from fedveil.federation import METHODS
+from fedveil.federation import METHODS, learned_nothing, nothing_learned
 from fedveil.message import Refused
 from fedveil.recipe import Recipe
 from fedveil.spelling import nearest
@@ -128,6 +129,7 @@ def resume(
         reached = f"its target accuracy {job.recipe.target:g}" if job.ended == "target" else "the last of its rounds"
         say(f"{path} is finished: it reached {reached} in round {done}")
         show.summary(job.summary(), format)
+        _refuse_nothing([job])
     else:
         _finish(job, False, format)
 
@@ -142,6 +144,13 @@ def _finish(job: Job, fetch: bool, format: Format) -> None:
     if not job.ended:
         say(f"stopped after round {len(job.ledger.rows)} of {job.recipe.rounds}; {hint} goes on")
         raise typer.Exit(INTERRUPTED)
+    _refuse_nothing([job])
+
+
+def _refuse_nothing(jobs: Sequence[Job]) -> None:
+    """End with an exit code if some run had no answer that it could use."""
+    if empty := [f"{job.path}: {nothing_learned(job.ledger)}" for job in jobs if learned_nothing(job.ledger)]:
+        raise click.ClickException("; ".join(empty))
 
 
 def _name(source: str) -> str:
@@ -203,6 +212,7 @@ def compare(
         say(f"stopped; {interrupt.hint} goes on")
         raise typer.Exit(INTERRUPTED)
     say(f"the report is {page}")
+    _refuse_nothing(jobs)
 
 
 def _job(path: Path, plan: Recipe, where: Where) -> Job:

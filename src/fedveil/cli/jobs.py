@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from fedveil.cli.progress import Watch
 from fedveil.cli.shell import BUG, say
 from fedveil.data.files import data_directory
 from fedveil.engines.local import ClientFailure, Local
-from fedveil.federation import Engine, Starved, begin, private_root, unanswered
+from fedveil.federation import NOTHING, Engine, Starved, begin, private_root
 from fedveil.ledger import Ledger
 from fedveil.message import Refused
 from fedveil.privacy.account import SPENT
@@ -149,6 +150,7 @@ class Job:
         begin(task, plan.method, plan.cohort)  # says what does not suit the task, before anything is written
         torch.set_num_threads(where.threads)
         with (
+            warnings.catch_warnings(),
             closing(RunFolder(self.path)) as folder,
             self._engine(task) as engine,
             Watch(self.recipe.rounds, self.ledger) as watch,
@@ -157,6 +159,7 @@ class Job:
             folder.decided["recipe"] = plan.fingerprint()
             _picture(task, self.path / "split.svg")
             say(f"{plan.method.name}, {plan.rounds} round{'s' if plan.rounds > 1 else ''}, in {self.path}")
+            warnings.filterwarnings("ignore", NOTHING)  # a command says so at its end
             try:
                 result = fedveil.run(
                     task,
@@ -172,8 +175,6 @@ class Job:
                     stop=stop,
                     insecure_test_noise=plan.seed if where.insecure_test_noise else None,
                 )
-                if unanswered(result.ledger):
-                    raise Starved.after(result.ledger)
             except Exception as error:
                 if isinstance(error, (ClientFailure, Refused, Starved)):
                     raise click.ClickException(f"the run ended early: {error}") from None
