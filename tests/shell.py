@@ -1,8 +1,11 @@
 """The command line, called in this process."""
 
+import importlib
 import json
+import math
 from typing import Any
 
+import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -10,7 +13,13 @@ from fedveil import cli
 
 
 def fv(*args: object) -> Result:
-    return CliRunner().invoke(cli.app, [str(a) for a in args])
+    """Progress is told every few seconds where stderr is no terminal; here never, or a busy machine would add lines."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("audit", "fedage"):
+            module = importlib.import_module(f"fedveil.cli.{name}")
+            if module.LINE_EVERY > 0:  # a test of progress sets it to 0
+                patch.setattr(module, "LINE_EVERY", math.inf)
+        return CliRunner().invoke(cli.app, [str(a) for a in args])
 
 
 def good(*args: object) -> Any:

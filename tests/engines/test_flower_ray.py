@@ -193,7 +193,7 @@ def test_ctrl_c_ends_every_process(times, tmp_path):
     for _ in range(times):
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
         time.sleep(0.2)
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate(timeout=300)
     assert process.returncode == 130
     assert ("stopped after round" if times == 1 else "aborted;") in told
     assert not gone(started)
