@@ -1,9 +1,11 @@
-"""The server's half of a round: merge the clients' updates, robustly if asked, and take a step with the result."""
+"""The server's half of a round: clamp what clients say of themselves, merge their updates, and take a step."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Annotated
 
 import torch
@@ -11,10 +13,11 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from fedveil import message
-from fedveil.federation import State
+from fedveil.federation import Answers, Cohort, State
 from fedveil.message import Shape, Weights
 
 Versions = Annotated[Tensor, Shape(("clients",), torch.int64, 0, 2**40)]
+ROOM = 10.0  # how many times its cohort's median a client's number may be, and what part of it
 
 
 @message.kind(2)
@@ -105,3 +108,32 @@ class Merge:
                 distances = torch.cdist(updates, updates).square().sort(dim=1).values[:, 1 : neighbours + 1]
                 return updates[int(distances.sum(dim=1).argmin())]
         return share @ updates
+
+
+def clamped(
+    cohort: Cohort, name: str, told: Mapping[int, float], room: float = ROOM, least: bool = True
+) -> dict[int, float]:
+    """The numbers that clients told, each cut to `room` times their median and raised to a `room`-th part of it.
+
+    One client cannot move the median beyond what others told, so none can hold back or drown the rest. A number that
+    was clamped is in the ledger's events. Fewer than 3 clients have no majority, and their numbers stay as they are.
+
+    least: whether small numbers are raised
+    """
+    if len(told) < 3:
+        return dict(told)
+    middle = median(told.values())
+    low, high = middle / room if least else 0.0, middle * room
+    kept = {client: min(max(value, low), high) for client, value in told.items()}
+    for client, value in told.items():
+        if kept[client] != value:
+            cohort.tell(f"client {client}: {name} of {value:g} counts as {kept[client]:g}: the median is {middle:g}")
+    return kept
+
+
+def shortened(cohort: Cohort, answers: Answers, name: str) -> list[Tensor]:
+    """A vector of every answer; one whose root mean square is more than `ROOM` times the median is scaled to that."""
+    vectors: dict[int, Tensor] = {client: getattr(answer, name) for client, answer in answers.items()}
+    sizes = {k: float(torch.linalg.vector_norm(v)) / math.sqrt(len(v)) for k, v in vectors.items()}
+    kept = clamped(cohort, f"{name} with a root mean square", sizes, least=False)
+    return [v * (kept[k] / sizes[k]) if kept[k] < sizes[k] else v for k, v in vectors.items()]

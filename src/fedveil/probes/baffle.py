@@ -26,7 +26,7 @@ from fedveil.probes.directions import LAWS, Directions, order, words
 from fedveil.probes.probing import Prober, forward_only
 from fedveil.probes.replay import Key, Step, longest, replay
 from fedveil.seeds import Seed, is_weak
-from fedveil.server import Server, ServerState
+from fedveil.server import Server, ServerState, shortened
 from fedveil.steps import Follow, Steps, Version
 from fedveil.task import FORWARD_PASSES, Task
 
@@ -223,11 +223,11 @@ class Baffle(Method):
             mean = cohort.ask_sum(made[self.directions], self.secure).mean("slopes")
             return [key], [mean / len(mean)]
         answers = cohort.ask({client: made[self.of(client)] for client in cohort.ids})
+        slopes, records = shortened(cohort, answers, "slopes"), [answer.records for answer in answers.values()]
         if self.seeds == "shared":
-            return [key], [_mean([(a.slopes, a.records) for a in answers.values()])]
-        total = sum(answer.records for answer in answers.values())
+            return [key], [_mean(list(zip(slopes, records, strict=True)))]
         own: list[int] = words(torch.tensor([key]), torch.tensor(list(answers))).tolist()
-        return own, [a.slopes * (a.records / total / len(a.slopes)) for a in answers.values()]
+        return own, [row * (n / sum(records) / len(row)) for row, n in zip(slopes, records, strict=True)]
 
     def question(self, now: ServerState, key: int, count: int) -> Question:
         if self.down == "replay":
@@ -248,7 +248,7 @@ class Baffle(Method):
             return cohort.ask_sum(made[self.directions], self.secure).mean("update").to(device)
         answers = cohort.ask({client: made[self.of(client)] for client in cohort.ids})
         records = answers.stack("records", device).float()
-        return (records / records.sum()) @ answers.stack("update", device)
+        return (records / records.sum()) @ torch.stack(shortened(cohort, answers, "update")).to(device)
 
     def published(self, state: BaffleState, after: ServerState) -> BaffleState:
         """The state with what is published: the weights, or their moving average (section 4.1)."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from msgspec.structs import replace
 from torch import Tensor
 
 from fedveil import message
@@ -18,6 +19,7 @@ from fedveil.cost import Turn
 from fedveil.federation import Answers, Cohort, Method
 from fedveil.local import GRADIENT_CHUNK
 from fedveil.message import Answer, Question, Refused
+from fedveil.server import clamped
 from fedveil.surrogates.augment import refuse, strategies
 from fedveil.surrogates.descent import descend, rates
 from fedveil.surrogates.sets import Classes, Distil, LapState, Last, Surrogate, WhichClasses, held
@@ -93,7 +95,7 @@ class Surrogates(Method):
             cohort.require(len(points) - len(none), len(cohort))
         made = {count: Distil(state.weights, count) for count in set(points.values()) - {0}}
         asked = cohort.only(set(points) - set(none))
-        answers = self.checked(held, asked.exchange({k: made[points[k]] for k in asked.ids}), cohort)
+        answers = self.checked(state.weights, held, asked.exchange({k: made[points[k]] for k in asked.ids}), cohort)
         weights, figures = self.optimise(cohort.task, state.weights, list(answers.values()))
         cohort.note(**figures)
         first = [(each.images[:: self.images], each.labels[:: self.images]) for each in answers.values()]
@@ -101,9 +103,10 @@ class Surrogates(Method):
         cohort.exhibit("synthetic images", images, F.one_hot(labels.long(), cohort.task.data.classes))
         return LapState(weights)
 
-    def checked(self, held: Answers, answers: Answers, cohort: Cohort) -> dict[int, Surrogate]:
-        """The answers that are what their client's classes and the recipe make of them; others are refused by name."""
-        usable = {}
+    def checked(self, w: Tensor, held: Answers, answers: Answers, cohort: Cohort) -> dict[int, Surrogate]:
+        """The answers that are what their client's classes and the recipe make of them, and have a gradient at `w` [d];
+        others are refused by name. Radii that are measured are clamped."""
+        usable: dict[int, Surrogate] = {}
         for client, answer in answers.items():
             if not torch.equal(answer.labels, self.labels(held[client].held)):
                 problem = f"labels are not {self.images} of each class that the client holds"
@@ -113,8 +116,14 @@ class Surrogates(Method):
                 usable[client] = answer
                 continue
             cohort.refuse(client, Refused("out of range", problem))
+        for client in [k for k, answer in usable.items() if not finite(cohort.task, w, answer)]:
+            del usable[client]
+            cohort.refuse(client, Refused("not finite", "the set's gradient holds a value that is not a number"))
         cohort.require(len(usable), len(answers) + len(answers.missing))
-        return usable
+        if not self.measures:
+            return usable
+        radii = clamped(cohort, "radius", {k: answer.radius for k, answer in usable.items()})
+        return {k: replace(answer, radius=radii[k]) for k, answer in usable.items()}
 
     def optimise(self, task: Task, w: Tensor, sets: Sequence[Surrogate]) -> tuple[Tensor, dict[str, float]]:
         """FedLAP-DP, algorithm 2: descend from `w` [d] on the union of the sets, until that leaves the trust region."""
@@ -243,6 +252,14 @@ class Surrogates(Method):
     def measuring(self, turn: Turn) -> int:
         """The passes that `calibrated` takes, if it takes all its steps."""
         return self.steps * min(MEASURED, turn.records) if self.measures else 0
+
+
+def finite(task: Task, w: Tensor, each: Surrogate) -> bool:
+    """Whether a set's gradient at `w` [d] is a number: one that is none would stop the training on all of them."""
+    here, images, labels = (t.to(task.device)[None] for t in (w, each.images, each.labels.long()))
+    parts = zip(images.split(GRADIENT_CHUNK, 1), labels.split(GRADIENT_CHUNK, 1), strict=True)
+    slopes = [task.gradient(here, x, y, torch.ones_like(y, dtype=torch.float32))[0].sum() for x, y in parts]
+    return bool(torch.stack(slopes).isfinite().all())
 
 
 def measured(crowd: Crowd) -> tuple[Tensor, Tensor]:

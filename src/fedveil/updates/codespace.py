@@ -15,8 +15,11 @@ from fedveil.federation import Answers, Cohort
 from fedveil.message import Answer, Question, Refused
 from fedveil.privacy.secagg import SecureSum
 from fedveil.seeds import Seed
+from fedveil.server import clamped
 from fedveil.task import Task
 from fedveil.updates.codec import Codec, decodable
+
+SPREAD = 300.0  # how many times the median a magnitude may be: clients weight by their records, which differ much
 
 
 @message.kind(24)
@@ -84,7 +87,8 @@ def in_code_space(
     up: CodeSpace, told: Answers, cohort: Cohort, secure: SecureSum | None = None
 ) -> tuple[Tensor, float, Sequence[int]]:
     """Agree on a scale, collect codes and decode their mean: the mean vector [d], the mean share, and whose it is."""
-    scale = up.agree(told.stack("largest"), cohort.round)
+    largest = clamped(cohort, "magnitude", {k: each.largest for k, each in told.items()}, SPREAD, least=False)
+    scale = up.agree(torch.tensor(list(largest.values())), cohort.round)
     asked, question = cohort.only(told), Send(scale, up.digest)
     cohort.note(scale=scale)
     clients: Sequence[int]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
+import torch
 from msgspec import Meta
 
 from fedveil import message
@@ -14,7 +15,7 @@ from fedveil.cost import Turn, Work
 from fedveil.federation import About, Cohort, Method, State
 from fedveil.local import Local, full_gradient, full_work
 from fedveil.message import Answer, Question, Size, Weights
-from fedveil.server import Server, ServerState
+from fedveil.server import Server, ServerState, clamped, shortened
 from fedveil.task import Task
 from fedveil.updates.codec import Codec, Raw
 from fedveil.updates.codespace import CodeSpace, Send, in_code_space, noted, recalled, tuned
@@ -78,12 +79,12 @@ class QFedAvg(Method):
 
     def round(self, state: ServerState, cohort: Cohort) -> State:
         answers = cohort.ask(TrainFair(state.weights))
+        weights = clamped(cohort, "weight", {k: answer.weight for k, answer in answers.items()})
         if isinstance(self.up, CodeSpace):
             mean, _, clients = in_code_space(self.up, answers, cohort)
-            return ServerState(state.weights - mean * (len(clients) / sum(answers[k].weight for k in clients)))
-        device = cohort.task.device
-        step = answers.stack("update", device).sum(0) / answers.stack("weight", device).sum().float()
-        return ServerState(state.weights - step)
+            return ServerState(state.weights - mean * (len(clients) / sum(weights[k] for k in clients)))
+        total = torch.stack(shortened(cohort, answers, "update")).to(cohort.task.device).sum(0)
+        return ServerState(state.weights - total / torch.tensor(list(weights.values())).to(total.device).sum())
 
     def reply(self, question: Question) -> type[Answer]:
         if isinstance(self.up, CodeSpace):

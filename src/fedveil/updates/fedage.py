@@ -89,6 +89,9 @@ class FedAge(CodeSpace):
         furthest, reach = float(payload.codes.abs().max()), self.reach
         if furthest > reach:
             raise Refused("out of range", f"a code reaches {furthest:g}, the pair's own reach {reach:g} at most")
+        share, one = float(payload.share), 1 / task.largest
+        if share < one * (1 - 1e-6):  # as a float32, 1/3 may be rounded down
+            raise Refused("out of range", f"share is {share:g}, that of one record is {one:g}")
 
     @property
     def reach(self) -> float:

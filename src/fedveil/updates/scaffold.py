@@ -17,6 +17,7 @@ from fedveil.local import Local
 from fedveil.message import Answer, Question, Record, Weights
 from fedveil.privacy.account import Account
 from fedveil.privacy.dpsgd import DpSgd
+from fedveil.server import shortened
 from fedveil.task import Task
 from fedveil.updates.raw import PRIVATE, raw_about
 
@@ -86,12 +87,12 @@ class Scaffold(Method):
 
     def round(self, state: ScaffoldState, cohort: Cohort) -> State:
         answers = cohort.ask(TrainControlled(state.weights, state.control))
-        device = cohort.task.device
-        share = len(answers) / len(cohort.task.clients)
-        return ScaffoldState(
-            state.weights + self.server_lr * answers.stack("update", device).mean(0),
-            state.control + share * answers.stack("control", device).mean(0),
+        update, control = (
+            torch.stack(shortened(cohort, answers, name)).to(cohort.task.device).mean(0)
+            for name in ("update", "control")
         )
+        share = len(answers) / len(cohort.task.clients)
+        return ScaffoldState(state.weights + self.server_lr * update, state.control + share * control)
 
     @property
     def answer(self) -> Mapping[type[Question], Callable[[Crowd, Any], Sequence[Answer]]]:
