@@ -43,6 +43,7 @@ CASES: dict[str, tuple[int, dict[str, Any], str]] = {
     "a share of 0": (Codes.kind, {"share": put(0)}, OUT),
     "a share below 0": (Codes.kind, {"share": put(-0.5)}, OUT),
     "a share above 1": (Codes.kind, {"share": put(1.5)}, OUT),
+    "a share below that of one record": (Codes.kind, {"share": put(0.16)}, OUT),
     "a share that is NaN": (Codes.kind, {"share": put(nan)}, "not finite"),
     "two shares": (Codes.kind, {"share": lambda t: torch.cat([t, t])}, "wrong shape"),
     "a magnitude below 0": (Magnitude.kind, {"largest": lambda _: -1.0}, "wrong field"),

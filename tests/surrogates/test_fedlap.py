@@ -285,6 +285,22 @@ def test_a_set_that_cannot_be_is_refused_and_left_out(change, sentence):
     assert torch.equal(result.weights, without_the_last_answer().weights)
 
 
+@pytest.mark.parametrize(("region", "lie"), [("min", 0.0), ("max", 1e3), ("median", 1e3)])
+def test_a_radius_counts_up_to_ten_times_the_median_either_way(region, lie):
+    method = FedLap(**SMALL, region=region, radius=1e3)
+    honest, found = (
+        tampered(Surrogate, change, method).ledger.rows[1] for change in (lambda _: {}, lambda _: {"radius": lie})
+    )
+    (told,) = found.events
+    assert told.startswith(f"client 2: radius of {lie:g} counts as ")
+    middle = float(told.rpartition(" ")[2])
+    assert honest.metrics["radius_least"] <= middle <= honest.metrics["radius_most"]
+    expected = {"min": middle / 10, "max": middle * 10, "median": middle}[region]
+    assert found.metrics["radius"] == pytest.approx(expected, rel=1e-4)
+    assert found.metrics["moved"] > 0
+    assert not honest.events
+
+
 @functools.cache
 def without_the_last_answer() -> fv.Result:
     def drop(round_, replies):
