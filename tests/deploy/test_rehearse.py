@@ -130,14 +130,14 @@ def test_a_budget_that_is_spent_is_an_end_and_no_failure(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_secure_sum_between_processes(room):
-    """Four questions a round, each in another process; clients know each other by their Ed25519 keys."""
+    """Five questions a round, each in another process; clients know each other by their Ed25519 keys."""
     folder = room / "federation"
     scaffold.init(folder, recipe.read("digits/fedavg", ["method.secure.bits=20", "rounds=1"]), 3)
     result = CliRunner().invoke(app, ["deploy", "rehearse", str(folder), "--format", "json"])
     assert result.exit_code == 0, result.output
     (row,) = fv.Ledger.read(folder / "run" / "ledger.jsonl").rows
     assert [(stage.stage, stage.answered) for stage in row.secure] == [
-        (name, 3) for name in ("keys", "shares", "masked", "unmask")
+        (name, 3) for name in ("keys", "shares", "dealt", "masked", "unmask")
     ]
     plan = recipe.read(str(folder / "app" / "recipe.toml"))
     local = fv.run(plan.build(), plan.method, rounds=1, cohort=plan.cohort, engine=Local(stack=1, workers=1))
