@@ -131,7 +131,7 @@ def slope(task, w, rows):
 
 
 def near(found, right):
-    torch.testing.assert_close(found, right, atol=2e-5 * float(right.abs().max()), rtol=1e-4)
+    torch.testing.assert_close(found.to(right), right, atol=2e-5 * float(right.abs().max()), rtol=1e-4)
 
 
 def test_local_training_of_a_ragged_stack_is_that_of_each_client_alone(task):
@@ -252,6 +252,26 @@ def test_a_model_in_which_padding_would_count_is_refused_with_what_to_use_instea
 def test_a_loss_in_which_padding_would_count_is_refused():
     with pytest.raises(ValueError, match="the loss contrast of a record depends on the other records of its batch"):
         task_of(nn.Linear(4, 3), (4,), loss=contrast)
+
+
+def test_rounding_is_not_taken_for_what_records_do_to_each_other():
+    """With products in bfloat16, a record has other last digits in a batch than alone."""
+    seen = []
+
+    class Watching(nn.Linear):
+        def forward(self, x):
+            seen.append((len(x), torch.get_float32_matmul_precision()))
+            return super().forward(x)
+
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        torch.set_float32_matmul_precision("medium")
+        task_of(Watching(4, 3), (4,))
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+    assert torch.backends.cudnn.allow_tf32 == before[1]
+    assert {precision for size, precision in seen if size == 4} == {"highest"}  # the records that are compared
 
 
 def test_padding_is_a_client_s_own_record():

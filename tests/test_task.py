@@ -19,7 +19,7 @@ def task_with(model, x=None, **options):
     x = torch.randn(8, 4) if x is None else x
     y = torch.arange(8) % 3
     data = from_tensors(x, y, x, y, classes=3)
-    return fv.Task(model, data, fv.split("iid", data, 2, fv.Seed.root(0)), **options)
+    return fv.Task(model, data, fv.split("iid", data, 2, fv.Seed.root(0), most=8), **options)
 
 
 def test_f_is_the_module_and_the_layout_names_its_slices():

@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,7 +27,7 @@ from fedveil.products import Products
 
 EVALUATION_BATCH = 1000
 ALIKE = 1e-3  # of the largest output is what rounding may change
-STACKED = 0.05  # of a gradient is what stacking may change: TensorFloat-32 rounds to three digits
+STACKED = 0.01  # of a gradient is what stacking may change
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,8 @@ class Task:
         self.device = torch.device(device)
         self.data, self.clients = data, split
         self.loss = LOSSES[loss] if isinstance(loss, str) else loss
-        _refuse_mixing(self.loss, model, data)
+        with _exactly():
+            _refuse_mixing(self.loss, model, data)
         self.scores = _class_scores(self.loss, model, data)
         self.x, self.y = data.x.to(self.device), data.y.to(self.device)
         self.test_x, self.test_y = data.test_x.to(self.device), data.test_y.to(self.device)
@@ -144,7 +145,8 @@ class Task:
         self._fused: dict[Hashable, Fused] = {}
         self._tried: dict[str, str] = {}
         self.stackable = True
-        self.stackable = self._try_vmap()
+        with _exactly():
+            self.stackable = self._try_vmap()
 
     def f(self, w: Tensor, x: Tensor) -> Tensor:
         """The model as a pure function: weights [d], inputs [B, *input] -> logits [B, K] (or [B, T, K])."""
@@ -350,6 +352,19 @@ def _places(model: nn.Module) -> list[tuple[dict[str, Any], str, str]]:
         for name, parameter in module._parameters.items()
         if parameter is not None
     ]
+
+
+@contextmanager
+def _exactly() -> Iterator[None]:
+    """Products in float32 and not in fewer bits, whose rounding could be taken for what records do to each other."""
+    precision, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = convolutions
 
 
 MIXES = "mixes the records of a batch, so that padding changes a client's update"
