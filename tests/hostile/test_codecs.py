@@ -292,6 +292,7 @@ def test_an_update_that_decodes_to_something_not_finite_is_refused_by_name(name)
     torch.testing.assert_close(result.weights, replying(method, absent, task).weights)
 
 
+@pytest.mark.filterwarnings("ignore:no client answered in round", "ignore:nothing was learned")
 def test_a_round_in_which_nothing_can_be_decoded_leaves_the_weights_as_they_were():
     def all_of_them(replies, _):
         zeros = changed(labels=torch.zeros_like)

@@ -24,6 +24,8 @@ from privacy.sums import LAST, Give, Only, Summand, Summed, Transport, expected,
 from privacy.sums import given as given_by
 from toys import OtherProcess, Plain, linear_task
 
+pytestmark = pytest.mark.filterwarnings("ignore:no client answered in round", "ignore:nothing was learned")
+
 STAGES = (Advertise, Share, Deal, Mask, Unmask)
 STAGES6 = (Advertise, Share, Deal, Mask, Agree, Unmask)
 TASK = linear_task(12, 120, uneven=True)

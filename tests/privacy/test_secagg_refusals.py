@@ -389,6 +389,7 @@ def test_a_client_that_reveals_a_forged_share_is_left_out_and_the_sum_stays_exac
     assert torch.equal(LAST[0].totals["update"], expected(TASK, range(N), SecureSum(), N)[0])
 
 
+@pytest.mark.filterwarnings("ignore:no client answered in round", "ignore:nothing was learned")
 def test_a_client_that_deals_shares_of_no_secret_ends_the_sum_by_name(monkeypatch):
     from fedveil.privacy import shamir
 
@@ -406,6 +407,7 @@ def test_a_client_that_deals_shares_of_no_secret_ends_the_sum_by_name(monkeypatc
 # ---------------------------------------------------------------------------------------------------- agreement
 
 
+@pytest.mark.filterwarnings("ignore:no client answered in round", "ignore:nothing was learned")
 def test_with_the_signed_check_everybody_must_have_been_told_the_same():
     """To whom a client is dead and to whom alive must not differ, or both its secrets come out."""
 
@@ -423,6 +425,7 @@ def test_with_the_signed_check_everybody_must_have_been_told_the_same():
     assert all(why.startswith(("refused: bad signature", "refused: bad set")) for why in row.missing.values())
 
 
+@pytest.mark.filterwarnings("ignore:no client answered in round", "ignore:nothing was learned")
 def test_without_it_a_server_that_tells_clients_different_things_still_gets_neither_secret():
     """Each half of the clients is fewer than the threshold, which is why that is a majority."""
 

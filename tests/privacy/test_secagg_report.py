@@ -1,5 +1,7 @@
 """What a report says of what the server could see."""
 
+import pytest
+
 import fedveil as fv
 from fedveil import report
 from fedveil.ledger import Ledger
@@ -37,6 +39,7 @@ def test_it_says_against_whom(tmp_path):
     assert "(proved, also if it lies)" in told(tmp_path, SecureSum(server="malicious"), Transport())
 
 
+@pytest.mark.filterwarnings("ignore:no client answered in round", "ignore:nothing was learned")
 def test_it_says_that_a_sum_which_stopped_gave_nothing_away(tmp_path):
     said = told(tmp_path, SecureSum(), Transport({Unmask: range(10)}))
     assert "in 0 of 2 rounds" in said
