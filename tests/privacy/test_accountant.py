@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from fedveil.privacy.account import read, written
 from fedveil.privacy.accountant import CLOSE, Noised, Skellam, epsilon, solve
 
 
@@ -152,6 +153,59 @@ def test_between_whole_orders_the_bound_is_not_below_the_divergence():
     assert dict(zip(orders, curve, strict=True))[3.0] == step.divergence(3)
 
 
+@pytest.mark.parametrize("noise", [0.6, 1.0, 5.0])
+@pytest.mark.parametrize("rate", [0.001, 0.0256, 0.5])
+def test_sampled_skellam_noise_costs_what_sampled_gaussian_noise_does(noise, rate):
+    """dp-accounting's own figures at whole orders, where both are sums of the same terms."""
+    from fedveil.privacy.accountant import _curve
+
+    orders, gaussian = _curve(Noised(noise, rate, 1))
+    _, fine = _curve(Skellam((noise * 2**30) ** 2, 2**30, 2**35, 1, rate))
+    whole = [k for k, order in enumerate(orders) if float(order).is_integer() and np.isfinite(gaussian[k])]
+    assert len(whole) > 30
+    assert fine[whole] == pytest.approx(gaussian[whole], rel=1e-6)
+    gaussian, fine = Noised(noise, rate, 100), Skellam((noise * 2**30) ** 2, 2**30, 2**35, 100, rate)
+    ratio = epsilon([fine], 1e-5) / epsilon([gaussian], 1e-5)
+    assert 1 - 1e-6 <= ratio <= (1.03 if epsilon([gaussian], 1e-5) < 5 else 1.3)  # where orders below 2 count
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.3, 0.9])
+@pytest.mark.parametrize(("shift", "variance"), [(1, 0.7), (3, 20.0), (40, 1500.0)])
+def test_a_sampled_record_is_hidden_in_both_directions(rate, shift, variance):
+    """By exact probabilities: of the mixture from the noise alone within the bound, and the reverse within that."""
+    values = np.arange(-900, 900)
+    without, having = (stats.skellam.logpmf(values - by, variance / 2, variance / 2) for by in (0, shift))
+    kept = (without > -500) & (having > -500)
+    without, having = without[kept], having[kept]
+    mixed = np.logaddexp(math.log1p(-rate) + without, math.log(rate) + having)
+    for order in (2, 3, 5, 9):
+        bound = Skellam(variance, shift, shift, 1, rate).divergence(order)
+        there, back = (
+            float(np.logaddexp.reduce(order * p + (1 - order) * q)) / (order - 1)
+            for p, q in ((mixed, without), (without, mixed))
+        )
+        assert back <= there * (1 + 1e-9) + 1e-12
+        assert there <= bound * (1 + 1e-9) + 1e-12
+        if variance > 1000 and order < 4:
+            assert there >= 0.9 * bound
+
+
+def test_golden_value_of_a_sampled_bound():
+    """Order 2: log(1 + q² (e^D - 1)), by hand."""
+    step = Skellam(100.0, 3.0, 5.0, 1, 0.25)
+    assert step.divergence(2) == pytest.approx(math.log1p(math.expm1(0.09 + (27 + 30) / 40_000) / 16))
+    assert Skellam(100.0, 0.0, 0.0, 1, 0.25).divergence(5) == 0
+
+
+def test_prices_are_read_as_they_were_written():
+    for price in (Noised(1.5, 0.25, 7), Skellam(9.0, 2.0, 3.0, 4, 0.5)):
+        assert read(written(price)) == price
+    assert read(["skellam", 9.0, 2.0, 3.0, 4]) == Skellam(9.0, 2.0, 3.0, 4), "of an account without sampled sums"
+    for wrong in (["skellam", 9.0, 2.0, 3.0], ["noised", 1.5, 0.25], ["noised", 1.0, 1.0, 1, 1], []):
+        with pytest.raises(ValueError, match="is not the price of a private answer"):
+            read(wrong)
+
+
 def test_gaussian_and_skellam_steps_add_up():
     gaussian, integer = Noised(1.0, 0.0256, 200), Skellam(1e4, 50.0, 80.0, 5)
     both = epsilon([gaussian, integer], 1e-5)
@@ -169,6 +223,7 @@ def test_what_skellam_noise_does_not_have():
         ((1.0, -1.0, 1.0, 1), "norms of -1 and 1"),
         ((1.0, 1.0, math.inf, 1), "norms of 1 and inf"),
         ((1.0, 1.0, 1.0, -1), "steps is -1"),
+        ((1.0, 1.0, 1.0, 1, 0.0), "the sample rate is 0"),
     ]:
         with pytest.raises(ValueError, match=words):
             Skellam(*wrong)

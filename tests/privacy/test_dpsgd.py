@@ -1,5 +1,6 @@
 """DP-SGD: what one record can change, who is drawn, and how much noise there is."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 
 import fedveil as fv
 from fedveil.privacy import dpsgd
-from fedveil.privacy.dpsgd import WITHIN, DpSgd, clipped, clipped_sum, normal, poisson, uniform
+from fedveil.privacy.accountant import Noised, epsilon
+from fedveil.privacy.dpsgd import GRID, WITHIN, DpSgd, clipped, clipped_sum, normal, poisson, uniform
+from privacy import clipping
 from toys import linear_task
 
 ROOT = fv.Seed.root(3)
@@ -44,14 +47,46 @@ def test_gradients_below_the_norm_are_left_alone_and_those_above_keep_their_dire
     assert torch.equal(found[2], torch.zeros(2))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_gradient_that_is_no_number_counts_as_zero(bad):
     assert torch.equal(clipped(torch.tensor([[bad, 1.0], [0.1, bad]]), 1.0), torch.zeros(2, 2))
 
 
+@pytest.mark.parametrize("clip", [1e3, 1.0, 1e-6])
+def test_a_gradient_whose_square_is_no_float32_is_clipped_like_any_other(clip):
+    found = clipped(torch.tensor([[3e38, -3e38], [1e-30, 1e-30]]), clip)
+    assert found[0].tolist() == pytest.approx([clip * WITHIN / 2**0.5, -clip * WITHIN / 2**0.5])
+    assert torch.equal(found[1], torch.tensor([1e-30, 1e-30]))
+
+
+def test_products_in_tf32_do_not_lift_a_record_above_the_clipping_norm():
+    """A GPU's tensor cores round both factors to 10 bits: weights times gradients were 1.0004 clips so."""
+    task = clipping.images("cpu")
+    with clipping.Tf32():
+        assert clipping.largest(task, 24) <= 1
+        rounded = torch.tensor([[1 + 2**-11, 1 + 2**-10, 3.0]]) @ torch.eye(3)
+    assert rounded.tolist() == [[1 + 2**-10, 1 + 2**-10, 3.0]]
+    assert clipping.largest(task, 4) == pytest.approx(WITHIN, rel=1e-9), "gradients should be above the clipping norm"
+
+
+def test_long_gradients_do_not_lift_a_record_above_the_clipping_norm():
+    """A float32 sum of millions of equal squares is off by more than any margin: it gave 1.00002 clips."""
+    assert clipping.largest(clipping.long("cpu"), 2) <= 1
+    updates = torch.full((1, 4_000_000), 0.37)
+    assert float(clipped(updates, 1.0).double().norm()) <= 1
+    total = fv.UserLevel(noise=1e-9).total(updates, ROOT)
+    assert float(total.double().norm()) <= 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_clipping_keeps_to_the_norm():
+    assert clipping.plain_product() > 1 + 1e-5, "no TF32 here, so this tests nothing"
+    assert all(moved <= 1 for moved in clipping.measured("cuda").values())
+
+
 def by_hand(task, w, rows, clip):
     """Σ min(1, C/‖g‖) g, a record after the other."""
-    total = torch.zeros_like(w)
+    total = torch.zeros_like(w, dtype=torch.float64)
     for row in rows:
         here = w.clone().requires_grad_()
         (g,) = torch.autograd.grad(task.losses(here, task.x[row : row + 1], task.y[row : row + 1]).sum(), here)
@@ -196,6 +231,62 @@ def test_the_rate_is_of_the_public_bound_and_not_of_what_a_client_has():
     assert DpSgd().rate(task, 10**6) == 1
 
 
+# ---------------------------------------------------------------------------------------------------- whole numbers
+
+
+def test_with_a_grid_clipped_gradients_are_whole_and_no_longer_than_the_clip():
+    task = linear_task()
+    w, x, y = task.initial[None], task.x[None], task.y[None]
+    for k in range(24):
+        mask = torch.zeros(1, 24)
+        mask[0, k] = 1
+        plain, whole = (clipped_sum(task, w, x, y, mask, 0.2, grid) for grid in (None, 1000))
+        assert torch.equal(whole, whole.trunc())
+        assert torch.equal(whole, (plain * 5000).trunc())
+        assert float(whole.norm()) <= 1000
+
+
+def test_skellam_noise_is_whole_and_the_gradients_are_those_of_gaussian_noise_but_for_it():
+    task = linear_task(clients=1, records=24)
+    how = DpSgd(noise=3.0, clip=0.5, mechanism="skellam")
+    steps, batch, crowd = 2000, 6, crowd_of(task, (0,))
+    secret = [ROOT.child("one")]
+    gradient = how.gradients(crowd, task.initial[None], batch, [(steps, secret)])
+    assert torch.equal(gradient._noise, gradient._noise.trunc())
+    deviation = 3 * GRID
+    assert float(gradient._noise.std()) == pytest.approx(deviation, rel=5 / math.sqrt(2 * 8 * steps))
+    silent, other = (
+        dataclasses.replace(how, noise=1e-9, mechanism=kind).gradients(crowd, task.initial[None], batch, [(9, secret)])
+        for kind in ("skellam", "gaussian")
+    )
+    for _ in range(9):
+        assert torch.allclose(silent(), other(), atol=1e-7)
+    first = how.gradients(crowd, task.initial[None], batch, [(9, secret)])
+    plain = dataclasses.replace(how, noise=1e-9).gradients(crowd, task.initial[None], batch, [(9, secret)])
+    added = first._noise[0] * (0.5 / GRID / batch)
+    assert torch.allclose(first(), plain() + added.float(), atol=1e-6)
+
+
+def test_skellam_noise_costs_what_gaussian_noise_costs_and_its_accountant_is_rdp():
+    task = linear_task()
+    skellam, gaussian = (
+        DpSgd(noise=2.0, delta=1e-3, mechanism=kind).account(task, 3, 40) for kind in ("skellam", "gaussian")
+    )
+    assert gaussian.answer == Noised(2.0, 0.5, 40)
+    assert gaussian.spent(3) * (1 - 1e-9) <= skellam.spent(3) <= 1.02 * gaussian.spent(3)
+    assert gaussian.spent(3) == epsilon([Noised(2.0, 0.5, 120)], 1e-3)
+    assert skellam.unit == gaussian.unit
+
+
+def test_a_run_with_skellam_noise():
+    how = DpSgd(noise=1.0, delta=1e-3, mechanism="skellam")
+    method = fv.FedAvg(fv.Local(lr=0.1, steps=3, batch=3), privacy=how)
+    result = fv.run(linear_task(), method, rounds=2, cohort=4)
+    assert not any(row.missing for row in result.ledger.rows)
+    expected = epsilon([Noised(1.0, 0.5, 6)], 1e-3)
+    assert expected * (1 - 1e-9) <= result.summary()["epsilon"] <= 1.05 * expected
+
+
 # ---------------------------------------------------------------------------------------------------- the account
 
 
@@ -207,6 +298,9 @@ def test_the_rate_is_of_the_public_bound_and_not_of_what_a_client_has():
         ({"delta": 1.0}, "privacy.delta is 1; it is above 0 and below 1"),
         ({"budget": 0.0}, "privacy.budget is 0; it is an ε above 0"),
         ({"accountant": "moments"}, "privacy.accountant is 'moments'; use rdp or pld"),
+        ({"mechanism": "laplace"}, "privacy.mechanism is 'laplace'; use gaussian or skellam"),
+        ({"mechanism": "skellam", "accountant": "pld"}, '"skellam" is accounted by "rdp" only'),
+        ({"mechanism": "skellam", "noise": 1e6}, 'too much for "skellam"; 100000 is the most'),
     ],
 )
 def test_settings_that_promise_nothing_are_refused(given, sentence):

@@ -197,7 +197,9 @@ def test_pieces_of_one_size_have_the_same_private_gradient(monkeypatch):
     task, how = images_task(), DpSgd(noise=0.5, delta=1e-3)
     weights, found, seen = task.initial.expand(2, -1), [], []
     whole = dpsgd._clipped_sum
-    monkeypatch.setattr(dpsgd, "_clipped_sum", lambda *given: seen.append(given[-1].shape[1]) or whole(*given))
+    monkeypatch.setattr(
+        dpsgd, "_clipped_sum", lambda *given, **more: seen.append(given[-1].shape[1]) or whole(*given, **more)
+    )
     monkeypatch.setattr(dpsgd, "PIECE", 3)
     for on in (False, True):
         monkeypatch.setattr(graphs, "COMPILED", on)

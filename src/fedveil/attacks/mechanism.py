@@ -162,7 +162,8 @@ class Tapped(DpSgd):
         pieces: Sequence[Piece],
         change: Callable[[Tensor], Tensor] | None = None,
     ) -> Gradients:
-        heard, source = self.heard, DpSgd(noise=SILENT if self.silent else self.noise, clip=self.clip)
+        heard, noise = self.heard, SILENT if self.silent else self.noise
+        source = DpSgd(noise=noise, clip=self.clip, mechanism=self.mechanism)
         assert heard
         changed = change and (lambda x: torch.where(canary(x, 2), x, change(x)))
         private = source.gradients(crowd, weights, batch, pieces, changed)
@@ -222,6 +223,7 @@ def audit(
         )
         epsilon = _play(planted, replace(method, privacy=how), seed, secret, answers)  # type: ignore[type-var]
         return tap, epsilon
+            mechanism=privacy.mechanism,
 
     tell("control: canaries without noise")
     silent, _ = heard(silent=True)

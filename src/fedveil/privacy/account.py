@@ -116,8 +116,9 @@ def read(values: Sequence[Any]) -> Steps:
     """The price that was `written`. Raises ValueError for anything else."""
     for kind in (Noised, Skellam):
         names = list(kind.__dataclass_fields__)
-        if values and values[0] == kind.__name__.lower() and len(values) == 1 + len(names):
-            numbers: dict[str, Any] = dict(zip(names, map(float, values[1:]), strict=True))
+        least = len(names) - (kind is Skellam)  # one that was written before sums were sampled has no rate
+        if values and values[0] == kind.__name__.lower() and least < len(values) <= 1 + len(names):
+            numbers: dict[str, Any] = dict(zip(names, map(float, values[1:]), strict=False))
             price: Steps = kind(**{**numbers, "steps": int(numbers["steps"])})
             return price
     raise ValueError(f"{values!r} is not the price of a private answer")

@@ -1,4 +1,4 @@
-"""How much privacy steps of noise cost: (ε, δ) of the Poisson-sampled Gaussian and of the Skellam mechanism.
+"""How much privacy steps of noise cost: (ε, δ) of the Gaussian and of the Skellam mechanism, both Poisson-sampled.
 
 A Gaussian step includes each record (or each client, for user-level privacy) by itself with probability `sample_rate`,
 sums contributions of norm at most C, and adds Gaussian noise of deviation noise × C, once. Neighbours differ in one
@@ -35,8 +35,7 @@ class Noised:
     def __post_init__(self) -> None:
         if not 0 <= self.noise < math.inf:
             raise ValueError(f"noise is {self.noise:g}; it is a multiple of the clipping norm, 0 or more")
-        if not 0 < self.sample_rate <= 1:
-            raise ValueError(f"the sample rate is {self.sample_rate:g}; it is a probability above 0 and at most 1")
+        _check_rate(self.sample_rate)
         _check_steps(self.steps)
 
 
@@ -44,28 +43,62 @@ class Noised:
 class Skellam:
     """`steps` sums of integer vectors, of which each gets Skellam noise of this variance in every entry.
 
-    l2, l1: the norms of what neighbours' sums differ by, at most
+    l2, l1:      the norms of what neighbours' sums differ by, at most
+    sample_rate: the probability with which a step includes a record; below 1 neighbours are those of add/remove
     """
 
     variance: float
     l2: float
     l1: float
     steps: int
+    sample_rate: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 < self.variance < math.inf:
             raise ValueError(f"the variance of Skellam noise is {self.variance:g}; it is above 0")
         if not (0 <= self.l2 < math.inf and 0 <= self.l1 < math.inf):
             raise ValueError(f"sums differ by norms of {self.l2:g} and {self.l1:g}; they are 0 or more")
+        _check_rate(self.sample_rate)
         _check_steps(self.steps)
 
     def divergence(self, order: int) -> float:
-        """Bound on the Rényi divergence of one step at a whole order from 2 on (Agarwal, Kairouz and Liu 2021)."""
+        """Bound on the Rényi divergence of one step at a whole order α from 2 on.
+
+        With a sample rate q below 1 it is log(Σ_k binomial(α, k) (1 - q)^(α-k) q^k e^((k-1) D_k)) / (α - 1), where D_k
+        is the bound of an included record. By the binomial theorem this bounds the divergence of (1 - q) P + q Q from
+        P, with P the sum without the record and Q the sum with it (Zhu and Wang 2019).
+
+        The divergence of P from the mixture is no larger, as the noise is symmetric (Mironov, Talwar and Zhang 2019).
+        A result at which Q / P is r > 1 has a mirror image, of r times the probability P, at which it is 1 / r. Let
+        a = 1 - q + q r, b = 1 - q + q / r and f(t) = t^α - t^(1-α). The pair adds f(a) + r f(b) to the difference of
+        the two moments. This is 0 at α = 1, and above 0 beyond: -f(a) / f(b) grows with α because a b > 1.
+        """
+        if self.sample_rate == 1:
+            return self._included(order)
+        logs = [-math.inf]  # of the terms less what they are without e^...: those add up to 1
+        for k in range(2, order + 1):
+            binomial = math.lgamma(order + 1) - math.lgamma(k + 1) - math.lgamma(order - k + 1)
+            chance = binomial + (order - k) * math.log1p(-self.sample_rate) + k * math.log(self.sample_rate)
+            logs.append(chance + _log_expm1((k - 1) * self._included(k)))
+        return float(np.logaddexp(0.0, np.logaddexp.reduce(logs))) / (order - 1)
+
+    def _included(self, order: int) -> float:
+        """The bound for a record that is surely included (Agarwal, Kairouz and Liu 2021)."""
         square, first = self.l2**2 / self.variance, self.l1 / self.variance
         return order / 2 * square + min(((2 * order - 1) * square + 6 * first) / (4 * self.variance), 1.5 * first)
 
 
 Steps = Noised | Skellam
+
+
+def _log_expm1(x: float) -> float:
+    """log(e^x - 1) of x from 0 on."""
+    return x + math.log(-math.expm1(-x)) if x else -math.inf
+
+
+def _check_rate(rate: float) -> None:
+    if not 0 < rate <= 1:
+        raise ValueError(f"the sample rate is {rate:g}; it is a probability above 0 and at most 1")
 
 
 def _check_steps(steps: int) -> None:

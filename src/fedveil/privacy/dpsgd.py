@@ -1,9 +1,12 @@
 """DP-SGD (Abadi et al. 2016): gradients that are differentially private for each record, and what they cost.
 
-A step draws each record by itself with probability q (Poisson sampling, which is what the accountant assumes), cuts
-each record's gradient to norm C, adds Gaussian noise of deviation σC to their sum, once, and divides by the expected
-batch size. An empty draw is a step like any other. Draws and noise are from the client's private root. Numbers are
-floats, so the noise is Gaussian up to rounding only.
+A step draws each record by itself with probability q (Poisson sampling, which is what the accountant assumes), clips
+each record's gradient to norm C, adds noise of deviation σC to their sum, once, and divides by the expected batch size.
+An empty draw is a step like any other. Draws and noise are from the client's private root.
+
+Norms, sums and noise are float64; the result is rounded to float32 after the noise. One record therefore moves the sum
+by C at most: in float32 long sums are off by more than a margin could allow, and a GPU multiplies float32 in TF32.
+Gaussian noise in floats is Gaussian up to rounding only. Skellam noise is whole numbers, and so is what it is added to.
 """
 
 from __future__ import annotations
@@ -21,29 +24,44 @@ from torch import Tensor
 from fedveil import graphs
 from fedveil.clients import Crowd
 from fedveil.graphs import Loop
-from fedveil.privacy import masks
+from fedveil.privacy import masks, skellam
 from fedveil.privacy.account import Account, Promise
-from fedveil.privacy.accountant import Noised
+from fedveil.privacy.accountant import Noised, Skellam, Steps
 from fedveil.seeds import Seed
 from fedveil.task import Task
 
-NOISE = 1 << 23  # numbers of noise that are held at once, a client
+NOISE = 1 << 22  # numbers of noise that are held at once, a client
 AHEAD = {"cpu": 1, "cuda": 8}  # clients whose streams are made before they are moved, which waits for a busy GPU
-HELD = {"cpu": 1 << 22, "cuda": 1 << 29}  # numbers in the gradients that are held at once
+HELD = {"cpu": 1 << 22, "cuda": 1 << 28}  # numbers in the gradients that are held at once
 PIECE = 64  # records at once, or less, where the step is compiled: for one shape, however many are drawn
 Piece = tuple[int, Sequence[Seed]]
-WITHIN = 1 - 1e-5  # of C is what a gradient is cut to, so that rounding does not lift it above
+MECHANISMS = ("gaussian", "skellam")
+GRID = 2.0**30  # units that C is where numbers are whole: sums of 2^22 records are exact in float64
+MOST_SKELLAM = 1e5  # deviations of noise, in clips, with which those sums are exact too
+WITHIN = 1 - 1e-5  # of C is what a gradient is clipped to: float64 sums of 2^40 numbers are off by less
 
 
 @dataclass(frozen=True)
 class DpSgd(Promise):
     """Record-level differential privacy of what a client computes from its records.
 
-    clip:  C, the norm to which each record's gradient is cut
-    delta: δ, below 1 / the number of a client's records
+    clip:      C, the norm to which each record's gradient is clipped
+    delta:     δ, below 1 / the number of a client's records
+    mechanism: the noise is "gaussian", in floats; or "skellam", whole numbers added to whole numbers
     """
 
     key: ClassVar[str] = "privacy"
+
+    mechanism: str = "gaussian"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mechanism not in MECHANISMS:
+            raise ValueError(f"privacy.mechanism is '{self.mechanism}'; use {' or '.join(MECHANISMS)}")
+        if self.mechanism == "skellam" and self.accountant == "pld":
+            raise ValueError('privacy.accountant is pld, but privacy.mechanism "skellam" is accounted by "rdp" only')
+        if self.mechanism == "skellam" and self.noise > MOST_SKELLAM:
+            raise ValueError(f'privacy.noise is {self.noise:g}, too much for "skellam"; {MOST_SKELLAM:g} is the most')
 
     def account(self, task: Task, batch: int, steps: int) -> Account:
         """The price of an answer of so many steps. The most records a client may hold are public; how many it has is
@@ -53,7 +71,36 @@ class DpSgd(Promise):
                 f"privacy.delta is {self.delta:g}, but a client may hold {task.largest} records; set it below "
                 f"{1 / task.largest:.2g}"
             )
-        return Account(Noised(self.noise, self.rate(task, batch), steps), self)
+        return Account(self._step(task.layout.size, self.rate(task, batch), steps), self)
+
+    def _step(self, size: int, rate: float, steps: int) -> Steps:
+        """The price of steps at gradients of `size` numbers."""
+        if self.mechanism == "gaussian":
+            return Noised(self.noise, rate, steps)
+        return Skellam((self.noise * GRID) ** 2, GRID, GRID * min(math.sqrt(size), GRID), steps, rate)
+
+    @property
+    def grid(self) -> float | None:
+        """How many units of whole numbers C is; None where numbers are not whole."""
+        return None if self.mechanism == "gaussian" else GRID
+
+    @property
+    def unit(self) -> float:
+        """What 1 stands for in the sum of clipped gradients and in the noise."""
+        return self.clip / self.grid if self.grid else 1.0
+
+    def stream(self, secret: Seed, count: int) -> Tensor:
+        """What noise for `count` numbers is made of, on the CPU: [count, or one more] in int64."""
+        if self.mechanism == "gaussian":
+            return _words(secret, _even(count))
+        key = masks.derive(secret.key, b"fedveil Skellam noise of records")
+        return torch.from_numpy(skellam.draw(key, (self.noise * GRID) ** 2, count))
+
+    def drawn(self, stream: Tensor, count: int) -> Tensor:
+        """The noise itself, in units: [count] in float64."""
+        if self.mechanism == "gaussian":
+            return _normal(stream)[:count] * (self.noise * self.clip)
+        return stream.double()
 
     def rate(self, task: Task, batch: int) -> float:
         """q, at which the client with the most records draws `batch` of them on average."""
@@ -121,7 +168,7 @@ class Gradients:
         ]
         padded = _padded(drawn, _at_once(weights) if graphs.COMPILED else 1)
         self._index, self._mask = (torch.from_numpy(each).to(device) for each in padded)  # [steps, C, B]
-        self._noise = weights.new_empty(max(steps for steps, _ in pieces), *weights.shape)
+        self._noise = weights.new_empty(max(steps for steps, _ in pieces), *weights.shape, dtype=torch.float64)
         self._step, self._within = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
         self.records = int(np.minimum(batch, crowd.rows.counts).sum())  # of a step; how many were drawn is private
         self._piece = -1
@@ -136,10 +183,9 @@ class Gradients:
         (steps, secrets), how, size = self._pieces[piece], self._how, self._weights.shape[1]
         device = self._weights.device
         for first in range(0, len(secrets), ahead := AHEAD[device.type]):
-            streams = [_words(one.child("noise"), _even(steps * size)) for one in secrets[first : first + ahead]]
-            for k, words in enumerate(streams, first):
-                noise = _normal(words.to(device))[: steps * size].view(steps, size)
-                self._noise[:steps, k] = noise * (how.noise * how.clip)
+            streams = [how.stream(one.child("noise"), steps * size) for one in secrets[first : first + ahead]]
+            for k, stream in enumerate(streams, first):
+                self._noise[:steps, k] = how.drawn(stream.to(device), steps * size).view(steps, size)
         self._noise[steps:] = math.nan  # or one call too many would have an old one
         self._step.fill_(sum(steps for steps, _ in self._pieces[:piece]))
         self._within.zero_()
@@ -152,40 +198,48 @@ class Gradients:
         self._step.add_(1)
         self._within.add_(1)
         x = self._change(task.x[rows]) if self._change else task.x[rows]
-        released = (clipped_sum(task, self._weights, x, task.y[rows], counted, self._how.clip) + added) / self._batch
+        how, y = self._how, task.y[rows]
+        total = clipped_sum(task, self._weights, x, y, counted, how.clip, how.grid)
+        released = ((total + added) * (how.unit / self._batch)).to(self._weights.dtype)
         if self.listener:
             self.listener(released)
         return released
 
 
 def clipped(gradients: Tensor, clip: float) -> Tensor:
-    """Each row of [B, d] cut to norm `clip`; one that holds no finite numbers, or has no finite norm, becomes 0."""
+    """Each row of [B, d] clipped to norm `clip`; one that holds a number that is not finite becomes 0."""
     factors = shrinking(gradients, clip)
-    return torch.where(factors > 0, gradients * factors, 0)
+    return torch.where(factors > 0, gradients * factors, 0).to(gradients.dtype)
 
 
 def shrinking(gradients: Tensor, clip: float) -> Tensor:
-    """The factor by which each row of [B, d] is cut to norm `clip`, [B, 1]; 0 for one without a finite norm."""
-    norms: Tensor = torch.linalg.vector_norm(gradients, dim=1, keepdim=True)
+    """The factor by which each row of [B, d] is clipped to norm `clip`, [B, 1] in float64; 0 for one without a norm."""
+    norms: Tensor = torch.linalg.vector_norm(gradients, dim=1, keepdim=True, dtype=torch.float64)
     return torch.where(norms.isfinite(), WITHIN * clip / norms.clamp(min=WITHIN * clip), 0)
 
 
-def clipped_sum(task: Task, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor, clip: float) -> Tensor:
-    """Σ of the clipped gradients of the records with mask 1: weights [C, d], records [C, B, …], mask [C, B] -> [C, d].
+def clipped_sum(
+    task: Task, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor, clip: float, grid: float | None = None
+) -> Tensor:
+    """Σ of the clipped gradients of the records with mask 1: weights [C, d], records [C, B, …], mask [C, B] -> [C, d]
+    in float64.
 
-    Each record is given weights of its own, as if it were a client, as many at a time as `HELD` allows.
+    Each record is given weights of its own, as if it were a client, as many at a time as `HELD` allows. With a `grid`
+    each clipped gradient becomes whole multiples of clip / grid, rounded towards zero, and the sum counts these.
     """
-    summed = task.fused("private gradient", partial(_clipped_sum, task, clip), clip)
-    total = torch.zeros_like(weights)
+    summed = task.fused("private gradient", partial(_clipped_sum, task, clip, grid=grid), clip, grid)
+    total = torch.zeros_like(weights, dtype=torch.float64)
     for piece in zip(*(t.split(_at_once(weights), 1) for t in (x, y, mask)), strict=True):
         total += summed(weights, *piece)[0]
     return total
 
 
-def _clipped_sum(task: Task, clip: float, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor]:
+def _clipped_sum(
+    task: Task, clip: float, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor, grid: float | None = None
+) -> tuple[Tensor]:
     """The same of so few records that all their gradients can be held."""
     own = weights[:, None].expand(-1, mask.shape[1], -1).flatten(0, 1)  # [C·B, d]
-    each = task.gradient(own, *(t.flatten(0, 1)[:, None] for t in (x, y, torch.ones_like(mask))))[0]
+    each = task.gradient(own, *(t.flatten(0, 1)[:, None] for t in (x, y, torch.ones_like(mask))))[0].double()
     factors = shrinking(each, clip)
     each.masked_fill_(factors == 0, 0)  # or 0 times infinity would be in the sum
     return (((mask * factors.view(mask.shape))[:, None] @ each.unflatten(0, mask.shape))[:, 0],)
@@ -193,6 +247,9 @@ def _clipped_sum(task: Task, clip: float, weights: Tensor, x: Tensor, y: Tensor,
 
 def _at_once(weights: Tensor) -> int:
     """Of how many records of each client the gradients are held at once."""
+    if grid:
+        each.mul_(factors * (grid / clip)).trunc_()
+        factors = torch.ones_like(factors)
     room = max(1, HELD[weights.device.type] // weights.numel())
     return min(room, PIECE) if graphs.COMPILED else room
 

@@ -109,14 +109,15 @@ class UserLevel(Promise):
             )
 
     def total(self, updates: Tensor, secret: Seed) -> Tensor:
-        """The sum of updates [m, d], each cut, with noise: [d]."""
+        """The sum of updates [m, d], each clipped, with noise: [d]. Rounded to float32 after the noise."""
         noise = normal(secret.child("noise"), updates.shape[1]) * (self.noise * self.clip)
-        return clipped(updates, self.clip).sum(0) + noise.to(updates)
+        return (clipped(updates.double(), self.clip).sum(0) + noise.to(updates.device)).to(updates.dtype)
 
     def noised(self, crowd: Crowd, updates: Tensor) -> Tensor:
         """Each client's update [C, d], clipped, with noise of its own."""
         drawn = [normal(secret.child("noise"), updates.shape[1]) for secret in crowd.secrets("user privacy")]
-        return clipped(updates, self.clip) + (torch.stack(drawn) * (self.noise * self.clip)).to(updates)
+        noise = torch.stack(drawn).to(updates.device) * (self.noise * self.clip)
+        return (clipped(updates.double(), self.clip) + noise).to(updates.dtype)
 
     @property
     def reach(self) -> float:
