@@ -265,13 +265,13 @@ def test_a_clamped_number_is_told_by_client_and_an_honest_round_tells_nothing(na
 
 def test_on_the_digits_one_magnitude_does_not_drown_the_codes():
     """Without a clamp the accuracy is that of guessing."""
-    settings = recipe.read("digits/fedage", ["split.clients=4", "method.local.epochs=4"])
+    settings = recipe.read("digits/fedage", ["method.local.epochs=4"])
     honest, boasting = (
-        fv.run(settings.build(), settings.method, rounds=3, cohort=4, engine=engine, evaluate_every=3)
+        fv.run(settings.build(), settings.method, rounds=4, cohort=10, engine=engine, evaluate_every=4)
         for engine in (None, Tamper(lambda _, replies: map(hostile(largest=1e6), replies)))
     )
     assert boasting.ledger.rows[0].metrics["scale"] > honest.ledger.rows[0].metrics["scale"] * SPREAD / ROOM
-    assert honest.accuracy > 0.6
+    assert honest.accuracy > 0.8
     assert boasting.accuracy > honest.accuracy - 0.1
 
 

@@ -19,7 +19,7 @@ from fedveil.server import clamped
 from fedveil.task import Task
 from fedveil.updates.codec import Codec, decodable
 
-SPREAD = 300.0  # how many times the median a magnitude may be: clients weight by their records, which differ much
+SPREAD = 500.0  # how many times the median a magnitude may be: clients weight by their records, which differ much
 
 
 @message.kind(24)
