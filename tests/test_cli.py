@@ -348,7 +348,7 @@ def test_a_comparison_is_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_comparison_with_a_private_run_has_a_column_for_it() -> None:
-    private = ["--set", "method.privacy.delta=1e-3", "--set", "rounds=1"]
+    private = ["--set", "split.most=144", "--set", "method.privacy.delta=1e-3", "--set", "rounds=1"]
     good(run("c/digits-fedprox", *private, method="fedprox"))
     good(run("c/digits-fedavg", "--set", "rounds=1"))
     jobs_ = [jobs.Job.held(Path("c", name)) for name in ("digits-fedavg", "digits-fedprox")]
@@ -411,7 +411,7 @@ def test_a_private_round_tells_what_it_spent(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_run_ends_well_where_another_round_would_exceed_its_budget() -> None:
-    private = [f"method.privacy.{key}" for key in ("noise=1", "delta=1e-3", "budget=5")]
+    private = ["split.most=144", *(f"method.privacy.{key}" for key in ("noise=1", "delta=1e-3", "budget=5"))]
     more = [word for change in ["cohort.size=4", "method.local.batch=90", *private] for word in ("--set", change)]
     result = run("a", *more, "--format", "json", rounds=9)
     figures = good(result)

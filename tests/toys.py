@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -34,6 +34,7 @@ def linear_task(clients: int = 4, records: int = 24, seed: int = 0, uneven: bool
         ends = torch.arange(1, clients + 1).cumsum(0)
         starts = torch.cat([torch.zeros(1), ends * records / ends[-1]]).long().numpy()
         split = fv.Split(split.order, starts, "uneven")
+    split = replace(split, most=split.largest)
     model = nn.Linear(3, 2)
     with torch.no_grad():
         model.weight.copy_(torch.arange(6.0).view(2, 3) / 10)

@@ -55,6 +55,7 @@ class SplitSpec:
     shards: int | None = None
     least: int | None = None
     most: int | None = None  # the public bound on a client's records
+    held: list[list[int]] | None = None  # the classes of each client, which are public; a classes split has its own
 
     @property
     def options(self) -> dict[str, Any]:
@@ -90,7 +91,16 @@ class Recipe:
         """The same with data that is loaded already."""
         clients = None if self.split.kind == "natural" else self.split.clients
         parts = data.split(self.split.kind, loaded, clients, Seed.root(self.seed), **self.split.options)
-        return self._task(loaded, dataclasses.replace(parts, most=self.split.most), device)
+        held = parts.held if self.split.held is None else self._held()
+        return self._task(loaded, dataclasses.replace(parts, most=self.split.most, held=held), device)
+
+    def _held(self) -> tuple[tuple[int, ...], ...] | None:
+        """The classes of each client, where the recipe says them."""
+        if self.split.held is None:
+            return None
+        if len(self.split.held) != self.split.clients:
+            raise ValueError(f"split.held lists {len(self.split.held)} clients, but there are {self.split.clients}")
+        return tuple(tuple(sorted(set(each))) for each in self.split.held)
 
     def party(self, own: Data, client: int | None, device: str = "cpu") -> Task:
         """The task of one party of a deployment: client `client` with its own records, or the server (None) with test
@@ -99,7 +109,7 @@ class Recipe:
             raise ValueError("split.most is not set; a deployment needs the most records that any client may hold")
         if self.cohort.kind == "weighted":
             raise ValueError("cohort.kind is 'weighted', but a server does not know who holds how much; use uniform")
-        share = data.Share.of(client, self.split.clients, len(own.x), self.split.most)
+        share = data.Share.of(client, self.split.clients, len(own.x), self.split.most, self._held())
         return self._task(own, share, device)
 
     def _task(self, loaded: Data, parts: data.Split, device: str) -> Task:

@@ -186,7 +186,7 @@ class RunFolder:
 
 def newest(folder: Path) -> Saved | None:
     """The newest checkpoint in a folder that is whole; None before the first one. Whoever reads needs no lock."""
-    problems = []
+    problems = list[str]()
     for path in _checkpoints(folder):
         try:
             return dataclasses.replace(read_checkpoint(path.read_bytes()), damaged=tuple(problems))

@@ -110,7 +110,9 @@ def test_what_a_client_lacks_costs_its_answers_and_the_reason_stays_with_it(fede
     node = next(n for n, context in federation.grid.contexts.items() if context.node_config["partition-id"] == 1)
     del federation.grid.contexts[node].node_config["memory"]
     federation.start()
-    assert [row.missing for row in federation.rows] == [{"1": "failed: the client gives no answer; its own log says why"}] * 2
+    assert [row.missing for row in federation.rows] == [
+        {"1": "failed: the client gives no answer; its own log says why"}
+    ] * 2
     assert [list(row.up) for row in federation.rows] == [["0"]] * 2
 
 
@@ -118,7 +120,9 @@ def test_a_client_with_more_records_than_is_public_does_not_answer(federation):
     text = federation.path.read_text()
     federation.path.write_text(text.replace("most = 719", "most = 718"))  # of 1,437 records one client has 719
     federation.start(rounds=1)
-    assert [row.missing for row in federation.rows] == [{"1": "failed: the client gives no answer; its own log says why"}]
+    assert [row.missing for row in federation.rows] == [
+        {"1": "failed: the client gives no answer; its own log says why"}
+    ]
 
 
 def test_a_server_that_waits_in_vain_says_for_whom(federation, capsys):

@@ -19,7 +19,8 @@ def task_of(sizes=(12, 12, 12, 12), hands=((0, 1), (1, 2), (0, 2), (0, 1)), seed
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=draw) / 2)
-    return fv.Task(model, data, fv.Split(np.arange(len(y)), starts, "by hand"))
+    held = tuple(tuple(sorted({*hand})) for hand in hands)
+    return fv.Task(model, data, fv.Split(np.arange(len(y)), starts, "by hand", max(sizes), held))
 
 
 def crowd_of(task, clients=None, round_=1, memory=None, notes=None) -> fv.Crowd:
@@ -41,4 +42,4 @@ def images_task(convolutions=2) -> fv.Task:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=draw) / 3)
-    return fv.Task(model, data, fv.Split(np.arange(32), np.array([0, 16, 32]), "by hand"))
+    return fv.Task(model, data, fv.Split(np.arange(32), np.array([0, 16, 32]), "by hand", 16, ((0, 1), (0, 1))))

@@ -6,7 +6,7 @@ import fedveil as fv
 from fedveil import recipe
 
 
-@pytest.mark.parametrize(("rounds", "epsilon"), [(1, 3.072), pytest.param(3, 5.753, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("rounds", "epsilon"), [(1, 3.121), pytest.param(3, 5.848, marks=pytest.mark.slow)])
 def test_fedlap_beats_dp_fedavg_at_equal_epsilon_and_rounds(rounds, epsilon):
     """The same split, steps, noise and rounds; DP-FedAvg with the best of its learning rates. Of fewer steps in more
     rounds, at the same ε, DP-FedAvg makes more."""

@@ -512,3 +512,57 @@ def test_the_server_keeps_the_weights_with_the_lowest_loss_on_the_sets(lr):
         return sum(float(task.losses(w, each.images, each.labels.long()).mean()) for each in sets)
 
     assert loss(w) < loss(task.initial) if lr < 1 else loss(w) <= loss(task.initial)
+
+
+# ---------------------------------------------------------------------------------------------------- public classes
+
+
+def test_with_privacy_the_classes_of_a_client_must_be_public():
+    """One new record of another class once changed the message for certain, at no cost."""
+    task = task_of()
+    unsaid = dataclasses.replace(task.clients, held=None)
+    task.clients = unsaid
+    with pytest.raises(ValueError, match=r"fedlap with method.privacy sends images of each class .* set split.held"):
+        fv.run(task, FedLap(**SMALL, **PRIVATE), rounds=1, cohort=2)
+    fv.run(task, FedLap(**SMALL), rounds=1, cohort=2)  # without, they are those of its records
+
+
+@pytest.mark.parametrize("more", [(), (2,)])
+def test_a_record_of_another_class_changes_nothing_and_is_left_out(more, caplog):
+    """Client 0 is said to hold classes 0 and 1."""
+    hands = ((0, 1, *more), (1, 2), (0, 2), (0, 1))
+    task = task_of(sizes=(12 + 6 * len(more), 12, 12, 12), hands=hands)
+    task.clients = dataclasses.replace(task.clients, most=20, held=((0, 1), (1, 2), (0, 2), (0, 1)))
+    crowd = crowd_of(task, (0,))
+    method = FedLap(**SMALL, **PRIVATE)
+    (classes,) = method.which(crowd, None)
+    assert classes.held.tolist() == [1, 1, 0]
+    (made,) = method.distil(crowd, Distil(task.initial, 2 * method.images))
+    assert set(made.labels.tolist()) == {0, 1}
+    assert set(task.data.y[crowd.rows.indices[0]].tolist()) == {0, 1}
+    assert ("leaves out 6 records of classes that are not said" in caplog.text) == bool(more)
+
+
+def test_a_class_without_a_record_is_fitted_to_noise():
+    task = task_of()
+    task.clients = dataclasses.replace(task.clients, held=((0, 1, 2), (2,), (0,), (0, 1)))
+    result = fv.run(task, FedLap(**SMALL, **PRIVATE), rounds=2, cohort=4)
+    assert not any(row.missing for row in result.ledger.rows)
+
+
+def test_what_is_said_of_classes_must_make_sense():
+    task = task_of()
+    for held, told in ((((0, 3), (1,), (0,), (0,)), "names class 3; there are 3"), (((0,), (), (0,), (0,)), "without")):
+        task.clients = dataclasses.replace(task.clients, held=held)
+        with pytest.raises(ValueError, match=told):
+            FedLap(**SMALL, **PRIVATE).begin(task)
+    plan = recipe.read("digits/fedlap-dp", ["split.held=[[0, 1]]"])
+    with pytest.raises(ValueError, match=r"split.held lists 1 clients, but there are 5"):
+        plan.build()
+
+
+def test_the_sampling_rate_must_be_public_in_simulations_too():
+    task = task_of()
+    task.clients = dataclasses.replace(task.clients, most=None)
+    with pytest.raises(ValueError, match=r"method.privacy needs split.most, a public bound .* for instance to 12"):
+        fv.run(task, FedLap(**SMALL, **PRIVATE), rounds=1, cohort=2)

@@ -30,12 +30,12 @@ def image_task(
             for parameter in model.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=draw) / 3)
     data = from_tensors(x, y, x, y, classes=3)
-    return fv.Task(model, data, fv.split("iid", data, clients, fv.Seed.root(1)))
+    return fv.Task(model, data, fv.split("iid", data, clients, fv.Seed.root(1), most=-(-60 // clients)))
 
 
 @functools.cache
 def digits() -> fv.Task:
-    return recipe.read("digits/fedavg").build()
+    return recipe.read("digits/fedavg", ["split.most=144"]).build()
 
 
 def crowd_of(task: fv.Task, *clients: int, round_: int = 1, memory: list[Any] | None = None) -> fv.Crowd:

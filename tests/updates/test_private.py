@@ -40,6 +40,9 @@ CODECS = {
 }
 
 
+PUBLIC = ("split.most=144", "method.privacy.delta=1e-3")
+
+
 def uneven(seed: int, sizes=(6, 3, 5, 4)) -> fv.Task:
     """Clients of these sizes with records drawn from `seed`, of which a client may hold 6."""
     draw = torch.Generator().manual_seed(seed)
@@ -245,7 +248,7 @@ def test_training_is_charged_once_whatever_else_is_asked(secure, name):
 
 @pytest.mark.parametrize("name", ["tofu", "fedsynth"])
 def test_synthetic_updates_run_under_privacy_and_are_charged(name):
-    plan = recipe.read(f"digits/{name}", ["method.privacy.delta=1e-3", "method.local.steps=3", "method.local.lr=0.3"])
+    plan = recipe.read(f"digits/{name}", [*PUBLIC, "method.local.steps=3", "method.local.lr=0.3"])
     up = dataclasses.replace(plan.method.up, **{"steps": 5} if name == "tofu" else {"fits": 5, "best": False})
     result = fv.run(digits(), dataclasses.replace(plan.method, up=up), rounds=2, cohort=plan.cohort)
     rate, times = plan.method.local.batch / digits().largest, np.zeros(10, int)
@@ -264,7 +267,7 @@ def test_a_full_round_is_charged_like_any_other():
 
 @pytest.mark.parametrize("kind", ["fedavg", "fedsgd", "fedavg-qsgd"])
 def test_what_it_will_cost_is_what_it_costs(kind):
-    plan = recipe.read(f"digits/{kind}", ["method.privacy.delta=1e-3", "rounds=2", "method.local.epochs=1"])
+    plan = recipe.read(f"digits/{kind}", [*PUBLIC, "rounds=2", "method.local.epochs=1"])
     told = cost(digits(), plan)
     summary = fv.run(digits(), plan.method, rounds=2, cohort=plan.cohort, seed=plan.seed).summary()
     assert told["up"]["total"] == summary["bytes_up"]

@@ -96,7 +96,7 @@ class Planted(Task):
         first, *others = task.rows(clients).indices
         parts = [np.concatenate([first, count + np.flatnonzero(included)]), *others]
         starts = np.cumsum([0, *map(len, parts)])
-        self.clients = Split(np.concatenate(parts), starts, "planted")
+        self.clients = Split(np.concatenate(parts), starts, "planted", int(starts[-1]), self._held(task, clients))
         numbers = -(FIRST + torch.arange(len(places), device=task.device))
         x = task.x if task.x.is_floating_point() else task.x.long()
         planted = numbers.to(x.dtype).view(-1, *[1] * len(task.data.input)).expand(-1, *task.data.input)
@@ -104,6 +104,11 @@ class Planted(Task):
         self.x, self.y = torch.cat([x, planted]), torch.cat([task.y, label])
         blank = torch.cat([task.data.x, torch.zeros_like(planted, dtype=task.data.x.dtype, device="cpu")])
         self.data = replace(task.data, x=blank, y=self.y.cpu(), groups=None)
+
+    @staticmethod
+    def _held(task: Task, clients: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
+        held = task.clients.held
+        return held and tuple(held[k] for k in clients)
 
     def stacked_losses(self, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
         planted, number = canary(x, 2), -x.flatten(2)[..., 0] - FIRST
@@ -162,7 +167,7 @@ class Tapped(DpSgd):
         pieces: Sequence[Piece],
         change: Callable[[Tensor], Tensor] | None = None,
     ) -> Gradients:
-        heard, noise = self.heard, SILENT if self.silent else self.noise
+        heard, noise = self.heard, SILENT if self.silent else self.sigma
         source = DpSgd(noise=noise, clip=self.clip, mechanism=self.mechanism)
         assert heard
         changed = change and (lambda x: torch.where(canary(x, 2), x, change(x)))
@@ -214,16 +219,16 @@ def audit(
     def heard(silent: bool) -> tuple[Heard, float]:
         tap = Heard(places)
         how = Tapped(
-            noise=privacy.noise,
+            noise=privacy.sigma,
             clip=privacy.clip,
             delta=delta,
             accountant=privacy.accountant,
+            mechanism=privacy.mechanism,
             heard=tap,
             silent=silent,
         )
         epsilon = _play(planted, replace(method, privacy=how), seed, secret, answers)  # type: ignore[type-var]
         return tap, epsilon
-            mechanism=privacy.mechanism,
 
     tell("control: canaries without noise")
     silent, _ = heard(silent=True)
@@ -233,7 +238,7 @@ def audit(
     found, most = noise(tap.steps, silent.steps, included, tap.rate)
     reused = len({each.key for each in tap.seeds}) < len(tap.seeds)
     return Mechanism(
-        m, answers, len(tap.steps), delta, epsilon, lower, guesses, right, privacy.noise, found, most, reused,
+        m, answers, len(tap.steps), delta, epsilon, lower, guesses, right, privacy.sigma, found, most, reused,
         control=bound(silent.steps, included, delta)[0],
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +35,7 @@ class Split:
     starts: Ints  # [K + 1]
     kind: str
     most: int | None = None  # the public bound on a client's records; where it is None, what the largest holds
+    held: tuple[tuple[int, ...], ...] | None = None  # the classes of each client, where they are public
 
     def __post_init__(self) -> None:
         if self.order.dtype != np.int64 or self.starts.dtype != np.int64:
@@ -127,14 +128,16 @@ class Share(Split):
     its own ones. Sizes of the others are unknown and read 0."""
 
     @staticmethod
-    def of(client: int | None, clients: int, records: int, most: int) -> Share:
+    def of(
+        client: int | None, clients: int, records: int, most: int, held: tuple[tuple[int, ...], ...] | None = None
+    ) -> Share:
         """Client `client` of `clients` holds all `records` records of its data set; None is the server, with none."""
         if client is not None and not 0 <= client < clients:
             raise ValueError(f"There is no client {client}; there are {clients}, from 0.")
         starts = np.zeros(clients + 1, np.int64)
         if client is not None:
             starts[client + 1 :] = records
-        return Share(np.arange(starts[-1]), starts, "held", most)
+        return Share(np.arange(starts[-1]), starts, "held", most, held)
 
     def __post_init__(self) -> None:
         self._check_most()
@@ -146,11 +149,17 @@ class Share(Split):
         return own
 
 
-def split(kind: str, data: Data, clients: int | None, seed: Seed, **options: Any) -> Split:
+def split(kind: str, data: Data, clients: int | None, seed: Seed, *, most: int | None = None, **options: Any) -> Split:
     """The split of `kind` (`SPLITS`); `options` are the keyword-only parameters of its function.
 
     A 'natural' split has as many clients as the data have groups: `clients` is then None or that number.
+
+    most: the public bound on how many records a client may hold; differential privacy of records needs one
     """
+    return replace(_split(kind, data, clients, seed, **options), most=most)
+
+
+def _split(kind: str, data: Data, clients: int | None, seed: Seed, **options: Any) -> Split:
     if kind not in SPLITS:
         raise unknown("split", kind, SPLITS)
     check_options(f"split {kind!r}", SPLITS[kind], options)
@@ -217,7 +226,8 @@ def by_classes(data: Data, clients: int, seed: Seed, *, classes: int = 2) -> Spl
         if len(holders):
             records.append(mine)
             owners.append(np.repeat(holders, np.diff(_even(len(mine), len(holders)))))
-    return _grouped(np.concatenate(records), np.concatenate(owners), clients, "classes")
+    held = tuple(map(tuple, np.sort(hands, axis=1).tolist()))
+    return replace(_grouped(np.concatenate(records), np.concatenate(owners), clients, "classes"), held=held)
 
 
 def shards(data: Data, clients: int, seed: Seed, *, shards: int = 2) -> Split:

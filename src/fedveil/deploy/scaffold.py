@@ -58,11 +58,15 @@ def fitted(plan: Recipe, clients: int) -> tuple[Recipe, data.Data]:
         raise ValueError(f"{plan.task.data} has {len(task.clients)} natural clients, not {clients}; use fewer")
     plan = dataclasses.replace(
         plan,
-        split=dataclasses.replace(plan.split, most=plan.split.most or task.largest),
+        split=dataclasses.replace(plan.split, most=plan.split.most or task.largest, held=_listed(task.clients.held)),
         cohort=dataclasses.replace(plan.cohort, size=min(plan.cohort.size, clients)),
     )
     begin(plan.party(loaded, None), plan.method, plan.cohort)  # says what does not suit
     return plan, loaded
+
+
+def _listed(held: tuple[tuple[int, ...], ...] | None) -> list[list[int]] | None:
+    return None if held is None else [list(each) for each in held]
 
 
 def _write(folder: Path, plan: Recipe, loaded: data.Data) -> None:

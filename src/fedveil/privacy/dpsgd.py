@@ -25,7 +25,7 @@ from fedveil import graphs
 from fedveil.clients import Crowd
 from fedveil.graphs import Loop
 from fedveil.privacy import masks, skellam
-from fedveil.privacy.account import Account, Promise
+from fedveil.privacy.account import AUTO, Account, Promise
 from fedveil.privacy.accountant import Noised, Skellam, Steps
 from fedveil.seeds import Seed
 from fedveil.task import Task
@@ -60,12 +60,17 @@ class DpSgd(Promise):
             raise ValueError(f"privacy.mechanism is '{self.mechanism}'; use {' or '.join(MECHANISMS)}")
         if self.mechanism == "skellam" and self.accountant == "pld":
             raise ValueError('privacy.accountant is pld, but privacy.mechanism "skellam" is accounted by "rdp" only')
-        if self.mechanism == "skellam" and self.noise > MOST_SKELLAM:
+        if self.mechanism == "skellam" and self.noise != AUTO and self.sigma > MOST_SKELLAM:
             raise ValueError(f'privacy.noise is {self.noise:g}, too much for "skellam"; {MOST_SKELLAM:g} is the most')
 
     def account(self, task: Task, batch: int, steps: int) -> Account:
         """The price of an answer of so many steps. The most records a client may hold are public; how many it has is
         not."""
+        if task.clients.most is None:
+            raise ValueError(
+                "method.privacy needs split.most, a public bound on how many records a client may hold: without it the "
+                f"sampling rate would tell the largest client's number; set it, for instance to {task.largest}"
+            )
         if self.delta >= 1 / task.largest:
             raise ValueError(
                 f"privacy.delta is {self.delta:g}, but a client may hold {task.largest} records; set it below "
@@ -76,8 +81,8 @@ class DpSgd(Promise):
     def _step(self, size: int, rate: float, steps: int) -> Steps:
         """The price of steps at gradients of `size` numbers."""
         if self.mechanism == "gaussian":
-            return Noised(self.noise, rate, steps)
-        return Skellam((self.noise * GRID) ** 2, GRID, GRID * min(math.sqrt(size), GRID), steps, rate)
+            return Noised(self.sigma, rate, steps)
+        return Skellam((self.sigma * GRID) ** 2, GRID, GRID * min(math.sqrt(size), GRID), steps, rate)
 
     @property
     def grid(self) -> float | None:
@@ -94,12 +99,12 @@ class DpSgd(Promise):
         if self.mechanism == "gaussian":
             return _words(secret, _even(count))
         key = masks.derive(secret.key, b"fedveil Skellam noise of records")
-        return torch.from_numpy(skellam.draw(key, (self.noise * GRID) ** 2, count))
+        return torch.from_numpy(skellam.draw(key, (self.sigma * GRID) ** 2, count))
 
     def drawn(self, stream: Tensor, count: int) -> Tensor:
         """The noise itself, in units: [count] in float64."""
         if self.mechanism == "gaussian":
-            return _normal(stream)[:count] * (self.noise * self.clip)
+            return _normal(stream)[:count] * (self.sigma * self.clip)
         return stream.double()
 
     def rate(self, task: Task, batch: int) -> float:
@@ -242,14 +247,14 @@ def _clipped_sum(
     each = task.gradient(own, *(t.flatten(0, 1)[:, None] for t in (x, y, torch.ones_like(mask))))[0].double()
     factors = shrinking(each, clip)
     each.masked_fill_(factors == 0, 0)  # or 0 times infinity would be in the sum
+    if grid:
+        each.mul_(factors * (grid / clip)).trunc_()
+        factors = torch.ones_like(factors)
     return (((mask * factors.view(mask.shape))[:, None] @ each.unflatten(0, mask.shape))[:, 0],)
 
 
 def _at_once(weights: Tensor) -> int:
     """Of how many records of each client the gradients are held at once."""
-    if grid:
-        each.mul_(factors * (grid / clip)).trunc_()
-        factors = torch.ones_like(factors)
     room = max(1, HELD[weights.device.type] // weights.numel())
     return min(room, PIECE) if graphs.COMPILED else room
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,10 @@ from fedveil.message import Answer, Question, Refused
 from fedveil.server import clamped
 from fedveil.surrogates.augment import refuse, strategies
 from fedveil.surrogates.descent import descend, rates
-from fedveil.surrogates.sets import Classes, Distil, LapState, Last, Surrogate, WhichClasses, held
+from fedveil.surrogates.sets import Classes, Distil, LapState, Last, Surrogate, WhichClasses, declared, held
 from fedveil.task import FORWARD_PASSES, Rows, Task
 
+_log = logging.getLogger("fedveil")
 MEASURED = 256  # the most records on which a client measures its radius, at every step, and how alike its set is
 
 
@@ -82,7 +84,22 @@ class Surrogates(Method):
         if task.data.y.dim() != 1:
             raise ValueError(f"{self.name} gives each point one label, and these records have several; use fedavg")
         refuse(self.augment, task)
+        if self.price(task):
+            self._refuse_unsaid(task)
         return LapState(task.initial)
+
+    def _refuse_unsaid(self, task: Task) -> None:
+        """Raise a ValueError unless the classes of each client are public: a set shows them, and no noise covers it."""
+        if task.clients.held is None:
+            raise ValueError(
+                f"{self.name} with method.privacy sends images of each class that a client holds, so these classes "
+                "must not depend on its records; set split.held to a list of classes for each client, or split.kind to "
+                '"classes"'
+            )
+        if wrong := [c for each in task.clients.held for c in each if not 0 <= c < task.data.classes]:
+            raise ValueError(f"split.held names class {wrong[0]}; there are {task.data.classes}, from 0")
+        if not all(task.clients.held):
+            raise ValueError("split.held leaves a client without a class; give each client at least one")
 
     # ------------------------------------------------------------------------------------------------ the server
 
@@ -169,7 +186,12 @@ class Surrogates(Method):
         return {WhichClasses: self.which, Distil: self.distil}
 
     def which(self, crowd: Crowd, question: WhichClasses) -> list[Classes]:
-        return [Classes(held(crowd.task, client)) for client in crowd.clients]
+        return [Classes(self.held(crowd.task, client)) for client in crowd.clients]
+
+    def held(self, task: Task, client: int) -> Tensor:
+        """1 for each class of a client's set, [classes]: those of its records, or where records are private those that
+        are publicly said to be its own."""
+        return declared(task, client) if self.price(task) else held(task, client)
 
     def labels(self, held: Tensor) -> Tensor:
         """The labels of a set, class by class: [points]."""
@@ -178,12 +200,13 @@ class Surrogates(Method):
     def distil(self, crowd: Crowd, question: Distil) -> list[Surrogate]:
         """Fit the sets of all clients of a stack; they hold equally many classes."""
         task = crowd.task
-        own = [self.labels(held(task, client)) for client in crowd.clients]
+        own = [self.labels(self.held(task, client)) for client in crowd.clients]
         for each in own:
             if len(each) != question.points:
                 raise Refused("out of range", f"{question.points} points are asked for, {len(each)} belong to it")
         if price := self.price(task):
             crowd.charge(price)
+            crowd.rows = within(crowd, own)
         w, labels = question.weights.to(task.device), torch.stack(own).to(task.device, torch.int64)
         images = self.start(crowd, labels)
         matched = self.fit(crowd, w, images, labels)
@@ -246,12 +269,23 @@ class Surrogates(Method):
     # ------------------------------------------------------------------------------------------------ the cost
 
     def questions(self, task: Task, turn: Turn) -> list[Question]:
-        points = self.images * int(held(task, turn.client).sum())
+        points = self.images * int(self.held(task, turn.client).sum())
         return [WhichClasses(), Distil(message.blank(LapState, task.sizes).weights, points)]
 
     def measuring(self, turn: Turn) -> int:
         """The passes that `calibrated` takes, if it takes all its steps."""
         return self.steps * min(MEASURED, turn.records) if self.measures else 0
+
+
+def within(crowd: Crowd, labels: Sequence[Tensor]) -> Rows:
+    """The clients' records of the classes among each one's `labels` [points]. Others are left out, which only the
+    client's own log tells."""
+    y, rows = crowd.task.data.y.numpy(), []
+    for client, own, kept in zip(crowd.clients, crowd.rows.indices, labels, strict=True):
+        rows.append(own[np.isin(y[own], kept.numpy())])
+        if left := len(own) - len(rows[-1]):
+            _log.warning("client %s leaves out %s records of classes that are not said to be its own", client, left)
+    return Rows(rows)
 
 
 def finite(task: Task, w: Tensor, each: Surrogate) -> bool:

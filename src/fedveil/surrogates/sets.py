@@ -72,3 +72,11 @@ def held(task: Task, client: int) -> Tensor:
     """1 for each class of which the client has records, [classes]."""
     own = torch.from_numpy(task.clients[client])
     return torch.bincount(task.data.y[own], minlength=task.data.classes).clamp(max=1).to(torch.uint8)
+
+
+def declared(task: Task, client: int) -> Tensor:
+    """1 for each class that is publicly said to be the client's, [classes], whatever records it has."""
+    assert task.clients.held
+    found = torch.zeros(task.data.classes, dtype=torch.uint8)
+    found[list(task.clients.held[client])] = 1
+    return found
