@@ -1,5 +1,7 @@
 """`fedveil deploy init`: what is written, and what is refused."""
 
+import contextlib
+import dataclasses
 import fcntl
 import io
 import os
@@ -19,6 +21,8 @@ from deploy.apps import loader
 from fedveil import recipe
 from fedveil.cli import app
 from fedveil.deploy import rehearse, scaffold
+from fedveil.ledger import Row
+from fedveil.runs import RunFolder
 
 
 def invoke(*words):
@@ -174,3 +178,21 @@ def test_a_party_needs_the_public_bound_and_an_unweighted_draw():
         recipe.read("digits/fedavg", ["split.most=2000"]).party(digits, 10)
     with pytest.raises(ValueError, match=r"Client 3 holds 1,437 records, but split\.most is 700; raise it\."):
         recipe.read("digits/fedavg", ["split.most=700"]).party(digits, 3)
+
+
+def test_a_finished_rehearsal_with_a_changed_recipe_is_no_old_number(tmp_path):
+    """It once printed the figures of the run before, with exit code 0."""
+    folder = tmp_path / "federation"
+    scaffold.init(folder, recipe.read("digits/fedavg", ["rounds=1"]), 2)
+    plan, _ = rehearse.planned(folder)
+    with contextlib.closing(RunFolder(folder / "run")) as home:
+        home.describe(plan.toml(), {})
+        home.ledger(0).append(Row(round=1, cohort=[0, 1]))
+    rehearse.refuse_another(folder, dataclasses.replace(plan, rounds=9))
+    changed = (folder / "app" / "recipe.toml").read_text().replace("lr = 0.3", "lr = 0.2")
+    (folder / "app" / "recipe.toml").write_text(changed)
+    result = invoke("rehearse", folder)
+    assert result.exit_code == 2
+    told = " ".join(result.stderr.split())
+    assert "holds a run of another recipe than" in told
+    assert "begin anew" in told

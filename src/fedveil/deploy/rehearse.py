@@ -226,6 +226,20 @@ def planned(folder: Path) -> tuple[Recipe, str]:
     path = folder / "app" / "recipe.toml"
     if not path.is_file():
         raise ValueError(f"{folder} holds no deployment; 'fedveil deploy init {folder}' writes one")
+    return _read(path)
+
+
+def refuse_another(folder: Path, plan: Recipe) -> None:
+    """Raise a ValueError if the run in `folder` began with another recipe."""
+    before = folder / "run" / "recipe.toml"
+    if held(folder).rows and before.is_file() and _read(before)[0].fingerprint() != plan.fingerprint():
+        raise ValueError(
+            f"{folder / 'run'} holds a run of another recipe than {folder / 'app' / 'recipe.toml'}; change it back, or "
+            f"delete {folder / 'run'} and {folder / 'clients'} to begin anew"
+        )
+
+
+def _read(path: Path) -> tuple[Recipe, str]:
     table = recipe.tables(str(path))
     name = str(table.get("method", {}).get("name", FedAvg.name))
     if name not in METHODS:
