@@ -13,8 +13,9 @@ import re
 import secrets
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -28,7 +29,7 @@ from fedveil.clients import Clients, Crowd, Letter, Reply
 from fedveil.cost import Turn, Work
 from fedveil.ledger import Ledger, Result, Row, Stage
 from fedveil.message import Answer, Envelope, Folded, Question, Refused, Size, Weights
-from fedveil.privacy.account import Account, Tally
+from fedveil.privacy.account import AUTO, Account, Tally
 from fedveil.privacy.identity import Identities
 from fedveil.privacy.secagg import SecureSum, Sum
 from fedveil.runs import RunFolder, fingerprint, refuse_another
@@ -116,7 +117,15 @@ class Method:
 
 METHODS = Method.registry
 EXHIBITED = 10  # images of a round that are shown
+TRIAL = 100.0  # noise from which the noise that suffices is scaled
 SAMPLED = 1 << 24  # numbers of a data set that its fingerprint looks at
+
+
+SUMMED = (
+    "proved",
+    "with secure: a server that follows the protocol learns the sum over the clients and nothing else about any one; "
+    'with secure.server = "malicious" this holds against a server that lies, too.',
+)
 
 
 @dataclass(frozen=True)
@@ -467,7 +476,8 @@ class Federation:
         row = Row(round=number, cohort=list(ids))
         if self.tally:
             row.epsilon, account = self.tally.ask(ids), self.tally.account
-            row.relation, row.colluders = account.promise.relation, account.colluders
+            promise = account.promise
+            row.noise, row.relation, row.colluders = promise.sigma, promise.relation, account.colluders
         who = self.clients.identities
         shared = _Round(self.task, self.method, self.engine, self.plan, self.run, seed, row, rounds, who, secret)
         cohort, self.exhibits = Cohort(ids, shared), shared.exhibits
@@ -522,6 +532,8 @@ def run(
 ) -> Result:
     """Train `task` with `method` and return what came of it and what it cost.
 
+    Where the method's noise is "auto", it is what `settle` finds for these rounds.
+
     cohort:   how many clients a round, or a `Sampling`
     target:   stop when test accuracy reaches it
     patience: stop when so many rounds in a row had no answer that could be used
@@ -534,6 +546,7 @@ def run(
 
     plan = cohort if isinstance(cohort, Sampling) else Sampling(size=cohort)
     engine = Local() if engine is None else engine
+    method = settle(task, method, plan, rounds, seed)
     if target is not None and not task.scores:
         raise ValueError(
             f"target is {target:g}, but the model's outputs are not class scores, so there is no accuracy; leave it out"
@@ -559,6 +572,7 @@ def run(
         if account := method.account(task, plan):
             federation.tally = Tally(account, home.asking) if home else Tally(account)
             federation.tally.recall(home.asked(done) if home else [])
+            ledger.tally = federation.tally
             if home and account.everyone:  # who was drawn is what its ε counts on
                 home.hide()
         failed = sum(1 for _ in takewhile(_unanswered, reversed(ledger.rows))) % patience
@@ -590,6 +604,42 @@ def run(
         if learned_nothing(ledger):
             warnings.warn(nothing_learned(ledger), RuntimeWarning, stacklevel=2)
         return Result(method.name, state.weights.cpu(), ledger, task, stopped or "rounds")
+
+
+def settle(task: Task, method: Method, cohort: Sampling | int, rounds: int, seed: int = 0) -> Method:
+    """The method with a number in place of noise "auto": the least with which all rounds stay within the budget.
+
+    It depends on how often the client that is drawn most often will be asked, which the seed decides.
+    """
+    plan = cohort if isinstance(cohort, Sampling) else Sampling(size=cohort)
+    for key in ("privacy", "user_privacy"):
+        promise = getattr(method, key, None)
+        if promise is not None and promise.noise == AUTO:
+            account: Account = _with_noise(method, key, TRIAL).account(task, plan)
+            answers = rounds if account.everyone else _most_asked(task, plan, rounds, Seed.root(seed))
+            settled: Method = _with_noise(method, key, account.least_noise(answers))
+            return settled
+    return method
+
+
+def settled_like(method: Method, other: Method) -> Method:
+    """The method with the noise of `other` in place of "auto"."""
+    for key in ("privacy", "user_privacy"):
+        ours, theirs = (getattr(each, key, None) for each in (method, other))
+        if ours is not None and theirs is not None and ours.noise == AUTO:
+            alike: Method = _with_noise(method, key, theirs.noise)
+            return alike
+    return method
+
+
+def _with_noise(method: Any, key: str, noise: float) -> Any:
+    return replace(method, **{key: replace(getattr(method, key), noise=noise)})
+
+
+def _most_asked(task: Task, cohort: Sampling, rounds: int, seed: Seed) -> int:
+    """How often the client that is drawn most often is asked."""
+    drawn = Counter(k for n in range(1, rounds + 1) for k in cohort.draw(task, seed.child("round", n, "cohort")))
+    return max(drawn.values(), default=1)
 
 
 def decided(

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedveil import message
 from fedveil.clients import Crowd
 from fedveil.cost import Turn, Work
-from fedveil.federation import About, Cohort, Method
+from fedveil.federation import SUMMED, About, Cohort, Method
 from fedveil.graphs import one_thread
 from fedveil.local import Local
 from fedveil.message import Answer, Count, Question, Refused, Shape, Size, Weights
@@ -126,7 +126,7 @@ class Baffle(Method):
         "those of the sum of gradients only; at the epoch level every client's update, or with secure their sum",
         network_sees="the same scalars; who knows the seed knows what they measure",
         claims=(
-            ("proved", "with secure: the server learns the sum over the clients, and nothing else of any one."),
+            SUMMED,
             ("heuristic", "few numbers: K of d. That histograms of slopes look alike for data and noise, as in the "
             "paper, proves nothing: they are what a known linear map makes of the gradient."),
         ),

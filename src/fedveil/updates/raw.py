@@ -14,7 +14,7 @@ from torch import Tensor
 from fedveil import message
 from fedveil.clients import Crowd
 from fedveil.cost import Turn, Work
-from fedveil.federation import About, Answers, Cohort, Method, Sampling, State
+from fedveil.federation import SUMMED, About, Answers, Cohort, Method, Sampling, State
 from fedveil.local import Local, full_gradient, full_work
 from fedveil.message import Answer, Question, Refused, Size
 from fedveil.privacy.account import Account
@@ -49,7 +49,6 @@ PRIVATE = (
 
 def raw_about(summary: str, sends: str, paper: str, more: Sequence[tuple[str, str]] | None = None) -> About:
     """What holds for every method that sends updates in the clear, and `more`: by default what FedAvg's family has."""
-    summed = ("proved", "with secure: the server learns the sum over the clients, and nothing else of any one.")
     return About(
         summary,
         sends,
@@ -57,7 +56,7 @@ def raw_about(summary: str, sends: str, paper: str, more: Sequence[tuple[str, st
         network_sees="the same bytes, unless the transport encrypts them",
         claims=(
             ("measured", "by others: inputs are rebuilt from updates by inversion. It protects nothing."),
-            *((summed, *PRIVATE) if more is None else more),
+            *((SUMMED, *PRIVATE) if more is None else more),
         ),
         paper=paper,
     )
