@@ -83,6 +83,7 @@ def test_so_does_error_feedback(simulation, task):
     both(simulation, task, fv.FedAvg(up=fv.Codec.registry["top-k"](), feedback=True), rounds=3, cohort=4)
 
 
+@pytest.mark.filterwarnings("ignore:no client answered in round", "ignore:nothing was learned")
 def test_so_do_clients_that_were_away_and_are_caught_up(simulation, task):
     method = small(fv.FedAvg(down=fv.Codec.registry["qsgd"]()))
     ledger = both(simulation, task, method, rounds=4, cohort=fv.Sampling(size=2, drop=0.3))

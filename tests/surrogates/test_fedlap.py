@@ -431,6 +431,7 @@ def test_a_client_answers_no_more_when_that_would_exceed_its_budget():
     assert second.events
 
 
+@pytest.mark.filterwarnings("ignore:no client answered in round", "ignore:nothing was learned")
 def test_a_round_below_its_quorum_is_charged_all_the_same():
     def lost(round_, replies):
         kinds = {r.client: message.envelope(r.frame)[0] for r in replies}
