@@ -2,7 +2,7 @@
 
 from fedveil.clients import Crowd
 from fedveil.data import Data, Split, load, split
-from fedveil.federation import METHODS, About, Answers, Cohort, Federation, Method, Sampling, State, run
+from fedveil.federation import METHODS, About, Answers, Cohort, Federation, Method, Sampling, State, run, settle
 from fedveil.ledger import Ledger, Result, Row
 from fedveil.local import Local
 from fedveil.message import Answer, Question, Record, Refused
@@ -81,5 +81,6 @@ __all__ = [
     "Zstd",
     "load",
     "run",
+    "settle",
     "split",
 ]

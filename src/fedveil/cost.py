@@ -53,6 +53,7 @@ def cost(task: Task, recipe: Recipe) -> dict[str, Any]:
     from fedveil.federation import begin
     from fedveil.updates.raw import FedAvg
 
+    found, recipe = recipe, recipe.settled(task)
     method, plain = recipe.method, FedAvg()
     begin(task, method, recipe.cohort)  # says what does not suit the task
     turns = list(_turns(task, recipe))
@@ -63,7 +64,9 @@ def cost(task: Task, recipe: Recipe) -> dict[str, Any]:
         raise ValueError("the recipe's draws choose too few clients for a secure sum in every round; raise cohort.size")
     plain_up, plain_down = zip(*(_bytes(plain, task, turn) for turn in turns), strict=True)
     works = [method.work(turn) for turn in turns]
-    epsilon, relation, lasting = _privacy(task, recipe)
+    privacy, lasting = _privacy(task, recipe)
+    if found != recipe and privacy["noise"] is not None:
+        lasting.append(f'Noise "auto" is {privacy["noise"]:g}, the least with which all rounds stay within the budget.')
     return {
         "method": method.name,
         "rounds": recipe.rounds,
@@ -75,8 +78,7 @@ def cost(task: Task, recipe: Recipe) -> dict[str, Any]:
             "weights": FLOAT * task.layout.size * max(work.vectors for work in works),
             "activations": FLOAT * task.activations * max(work.held for work in works),
         },
-        "epsilon": epsilon,
-        "relation": relation,
+        **privacy,
         "notes": _notes(task, recipe, turns) + lasting,
     }
 
@@ -87,18 +89,20 @@ def _cohorts(task: Task, recipe: Recipe) -> list[tuple[int, ...]]:
     return [recipe.cohort.draw(task, rounds.child("round", n + 1, "cohort")) for n in range(recipe.rounds)]
 
 
-def _privacy(task: Task, recipe: Recipe) -> tuple[float | None, str | None, list[str]]:
-    """The ε at the end, if any is promised, its neighbouring relation, and what there is to say about it."""
+def _privacy(task: Task, recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
+    """The ε at the end, if any is promised, what it is of, and what there is to say about it."""
     if (account := recipe.method.account(task, recipe.cohort)) is None:
-        return None, None, []
+        return dict.fromkeys(("epsilon", "epsilon_pld", "noise", "relation")), []
     tally, promise, epsilon = Tally(account), account.promise, 0.0
     cohorts = _cohorts(task, recipe)
     done = 0
     while done < recipe.rounds and not tally.exhausted(cohorts[done]):
         epsilon, done = tally.ask(cohorts[done]), done + 1
+    tight = tally.tightened(epsilon)
+    beside = "" if tight is None else f"; by the tighter PLD accountant it is {tight:.4g}"
     notes = [
         f"Differential privacy (method.{promise.key}): ε is {epsilon:.4g} at δ {promise.delta:g} in the end, for "
-        f"neighbours by {promise.relation}."
+        f"neighbours by {promise.relation}{beside}."
     ]
     if account.colluders is not None:
         notes.append(
@@ -108,7 +112,8 @@ def _privacy(task: Task, recipe: Recipe) -> tuple[float | None, str | None, list
         notes.append(f"The budget of ε {promise.budget:g} ends the run after round {done}; bytes are of all.")
     if account.everyone:
         notes.append("Cohorts are drawn in private; the other figures are those of one such run.")
-    return epsilon, promise.relation, notes
+    figures = {"epsilon": epsilon, "epsilon_pld": tight, "noise": promise.sigma, "relation": promise.relation}
+    return figures, notes
 
 
 def _turns(task: Task, recipe: Recipe) -> Iterator[Turn]:

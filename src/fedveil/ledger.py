@@ -13,6 +13,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from fedveil.privacy.account import Tally
     from fedveil.task import Task
 
 
@@ -41,6 +42,7 @@ class Row(msgspec.Struct, kw_only=True):
     metrics: dict[str, float] = {}  # accuracy, loss and what the method noted
     passes: int = 0  # records run forward and backward by the clients, in simulation
     epsilon: float | None = None
+    noise: float | None = None  # σ, of which this ε is
     relation: str | None = None  # the neighbours for which this ε holds
     colluders: int | None = None  # clients without whose noise it holds, where clients share the noise of a sum
     seconds: float = 0.0
@@ -67,10 +69,14 @@ class Row(msgspec.Struct, kw_only=True):
 
 @dataclass
 class Ledger:
-    """The rows of a run; with a file, each is appended to it as one JSON line."""
+    """The rows of a run; with a file, each is appended to it as one JSON line.
+
+    tally: what was charged, where it is known; from it the summary has a tighter ε beside the one that is charged
+    """
 
     rows: list[Row] = field(default_factory=list)
     file: io.BufferedWriter | None = None
+    tally: Tally | None = field(default=None, compare=False, repr=False)
 
     def append(self, row: Row) -> None:
         """Enter a round. Its ε is never below that of the round before: nothing takes back what was released."""
@@ -120,6 +126,8 @@ class Ledger:
             "clients_failed": sum(len(row.missing) for row in self.rows),
             "passes": sum(row.passes for row in self.rows),
             "epsilon": charged and charged.epsilon,
+            "epsilon_pld": self.tally.tightened(charged.epsilon or 0.0) if self.tally and charged else None,
+            "noise": charged and charged.noise,
             "relation": charged and charged.relation,
             "colluders": charged and charged.colluders,
             "seconds": sum(row.seconds for row in self.rows),

@@ -19,7 +19,7 @@ import torch
 
 from fedveil import data, models
 from fedveil.data import Data
-from fedveil.federation import Method, Sampling
+from fedveil.federation import Method, Sampling, settle
 from fedveil.runs import fingerprint
 from fedveil.seeds import Seed
 from fedveil.spelling import nearest
@@ -118,6 +118,10 @@ class Recipe:
         if self.task.weights is not None:
             load_weights(model, Path(self.task.weights))
         return Task(model, loaded, parts, loss=self.task.loss, device=pick_device(device))
+
+    def settled(self, task: Task) -> Recipe:
+        """The recipe with a number in place of a noise "auto"."""
+        return dataclasses.replace(self, method=settle(task, self.method, self.cohort, self.rounds, self.seed))
 
     def fingerprint(self) -> bytes:
         """What tells this recipe from others, but for how long the run goes on and how often it is evaluated."""
@@ -274,6 +278,8 @@ def _called(hint: Any) -> str:
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "a table"}
     if isinstance(hint, types.UnionType):
         return " or ".join(_called(t) for t in typing.get_args(hint) if t is not type(None))
+    if typing.get_origin(hint) is typing.Literal:
+        return " or ".join(json.dumps(value) for value in typing.get_args(hint))
     return words.get(typing.get_origin(hint) or hint, str(hint))
 
 

@@ -136,11 +136,7 @@ class RunFolder:
         whole = data[: data.rfind(b"\n") + 1]
         if whole != data:  # a line that a kill cut off was not asked yet, and the next one must not end it
             write(path, whole)
-        try:
-            lines = [msgspec.json.decode(line, type=_Asked) for line in whole.splitlines()]
-            cohorts = [(line.cohort, account.read(line.price)) for line in lines]
-        except ValueError:
-            cohorts = []
+        cohorts = _asked(whole)
         if len(cohorts) < rounds:
             raise RunError(f"{path} does not tell who was asked in {rounds} rounds; what they cost is not known")
         return cohorts
@@ -200,6 +196,25 @@ def newest(folder: Path) -> Saved | None:
             "run it again in another folder (--out)"
         )
     return None
+
+
+def tallied(folder: Path, delta: float) -> account.Tally | None:
+    """What the rounds in a folder were charged, for a summary; None where it is not known."""
+    path = folder / "asked.jsonl"
+    if not 0 < delta < 1 or not path.is_file() or not (cohorts := _asked(path.read_bytes())):
+        return None
+    tally = account.Tally(account.Account(cohorts[0][1], account.Promise(delta=delta)))
+    tally.recall(cohorts)
+    return tally
+
+
+def _asked(lines: bytes) -> list[tuple[list[int], Steps]]:
+    """The cohorts and prices in the lines of an asked.jsonl; none if one of them is damaged."""
+    try:
+        asked = [msgspec.json.decode(line, type=_Asked) for line in lines.splitlines()]
+        return [(line.cohort, account.read(line.price)) for line in asked]
+    except ValueError:
+        return []
 
 
 def first_rows(folder: Path, rounds: int) -> list[Row]:

@@ -39,7 +39,7 @@ from fedveil.cli.options import (
 from fedveil.cli.progress import INTERRUPTED, Interrupt
 from fedveil.cli.shell import Plainly, out, say
 from fedveil.cost import cost as foretell
-from fedveil.federation import METHODS, learned_nothing, nothing_learned
+from fedveil.federation import METHODS, learned_nothing, nothing_learned, settled_like
 from fedveil.message import Refused
 from fedveil.recipe import Recipe
 from fedveil.spelling import nearest
@@ -220,7 +220,7 @@ def _job(path: Path, plan: Recipe, where: Where) -> Job:
     if not holds_run(path):
         return Job.new(path, plan, where)
     job = Job.held(path)
-    if job.recipe != plan:
+    if job.recipe != dataclasses.replace(plan, method=settled_like(plan.method, job.recipe.method)):
         raise ValueError(f"{path} holds a run of another recipe; choose another --out or delete that folder")
     return job
 

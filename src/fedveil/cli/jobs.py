@@ -24,9 +24,9 @@ from fedveil.engines.local import ClientFailure, Local
 from fedveil.federation import NOTHING, Engine, Starved, begin, private_root
 from fedveil.ledger import Ledger
 from fedveil.message import Refused
-from fedveil.privacy.account import SPENT
+from fedveil.privacy.account import SPENT, Tally
 from fedveil.recipe import Recipe
-from fedveil.runs import DEPLOYED, RunError, RunFolder, Saved, environment, first_rows, newest, refuse_another
+from fedveil.runs import DEPLOYED, RunError, RunFolder, Saved, environment, first_rows, newest, refuse_another, tallied
 from fedveil.task import Task
 
 PICTURED = 5000  # clients of a split that is worth a picture
@@ -111,7 +111,7 @@ class Job:
         plan = recipe.read(str(path / "recipe.toml"))
         if saved:
             refuse_another(path, saved.decided, {"recipe": plan.fingerprint()})
-        return Job(path, plan, known, Ledger(rows))
+        return Job(path, plan, known, Ledger(rows, tally=_tallied(path, plan)))
 
     @property
     def where(self) -> Where:
@@ -146,7 +146,8 @@ class Job:
 
     def train(self, task: Task, stop: Callable[[], bool]) -> None:
         """Do the rounds that are left."""
-        plan, where = self.recipe, self.where
+        plan = self.recipe = self.recipe.settled(task)
+        where = self.where
         begin(task, plan.method, plan.cohort)  # says what does not suit the task, before anything is written
         torch.set_num_threads(where.threads)
         with (
@@ -212,6 +213,11 @@ def _picture(task: Task, path: Path) -> None:
         from fedveil.report.figures import svg
 
         path.write_text(svg(task.clients.picture(task.data.y, task.data.labels)), encoding="utf-8")
+
+
+def _tallied(path: Path, plan: Recipe) -> Tally | None:
+    promises = (getattr(plan.method, key, None) for key in ("privacy", "user_privacy"))
+    return next((tallied(path, promise.delta) for promise in promises if promise), None)
 
 
 def holds_run(path: Path) -> bool:

@@ -32,12 +32,15 @@ def privacy(
     Example: fedveil privacy --noise 1 --sample-rate 0.0256 --steps 200
     """
     from fedveil.privacy.account import ADD_REMOVE
-    from fedveil.privacy.accountant import solve
+    from fedveil.privacy.accountant import TIGHTENED, solve
+    from fedveil.privacy.accountant import epsilon as spent
 
     with err.status("", spinner="dots") as line:
         found, reached = solve(delta, noise, sample_rate, steps, epsilon, accountant, line.update)
+        tight = spent([found], delta, "pld") if accountant is Accountant.rdp and reached <= TIGHTENED else None
     figures = {
         "epsilon": reached,
+        "epsilon_pld": tight,
         "delta": delta,
         "relation": ADD_REMOVE,
         "noise": found.noise,

@@ -70,15 +70,16 @@ def cost(told: Mapping[str, Any]) -> None:
 
 
 def comparison(jobs: Sequence[Job]) -> None:
-    """A row a run; ε and its neighbouring relation if any run has one."""
+    """A row a run; ε, the tighter one beside it and their neighbouring relation if any run has one."""
     table, summaries = Table("run", box=None, pad_edge=False, padding=(0, 1)), [job.summary() for job in jobs]
     private = any(s["epsilon"] is not None for s in summaries)
-    promise = ["ε", "relation"] if private else []
+    promise = ["ε", "by PLD", "relation"] if private else []
     for head in ("accuracy", "up per client\nand round", "up in all", *promise, "seconds"):
         table.add_column(head, justify="right")
     for job, s in zip(jobs, summaries, strict=True):
         sent = decimal(round(s["bytes_up_per_client_round"])), decimal(s["bytes_up"])
-        accuracy, epsilon = ("–" if s[key] is None else f"{s[key]:.4g}" for key in ("accuracy", "epsilon"))
-        promised = [epsilon, s["relation"] or "–"] if private else []
+        shown = ("–" if s[key] is None else f"{s[key]:.4g}" for key in ("accuracy", "epsilon", "epsilon_pld"))
+        accuracy, *epsilons = shown
+        promised = [*epsilons, s["relation"] or "–"] if private else []
         table.add_row(job.path.name, accuracy, *sent, *promised, f"{s['seconds']:.3g}")
     out.print(table)

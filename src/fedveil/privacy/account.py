@@ -12,12 +12,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from fedveil.message import Refused
-from fedveil.privacy.accountant import ACCOUNTANTS, Noised, Skellam, Steps, epsilon
+from fedveil.privacy.accountant import ACCOUNTANTS, TIGHTENED, Noised, Skellam, Steps, epsilon, least_noise
 
 ADD_REMOVE = "add/remove"
+AUTO: Literal["auto"] = "auto"
 Spending = Mapping[Steps, int]  # answers by price
 SPENT = "another round would exceed the privacy budget"  # what is said of a run that ends before its last round
 
@@ -26,7 +27,8 @@ SPENT = "another round would exceed the privacy budget"  # what is said of a run
 class Promise:
     """The keys of every kind of differential privacy.
 
-    noise:      σ, the deviation of the noise as a multiple of `clip`
+    noise:      σ, the deviation of the noise as a multiple of `clip`; "auto": the least with which a run stays within
+                the budget
     clip:       C, the norm to which what one record, or one client, contributes is cut
     delta:      δ
     budget:     the ε beyond which no answer is given any more; None: there is no end
@@ -35,11 +37,21 @@ class Promise:
 
     key: ClassVar[str]  # under which it stands in a method
 
-    noise: float = 1.0
+    noise: float | Literal["auto"] = 1.0
     clip: float = 1.0
     delta: float = 1e-5
     budget: float | None = None
     accountant: str = "rdp"
+
+    @property
+    def sigma(self) -> float:
+        """The noise as a number."""
+        if self.noise == AUTO:
+            raise ValueError(
+                f"{self.key}.noise is auto, which is found when a run begins; here it must be a number: fedveil cost "
+                "says which"
+            )
+        return float(self.noise)
 
     @property
     def relation(self) -> str:
@@ -47,7 +59,12 @@ class Promise:
         return ADD_REMOVE
 
     def __post_init__(self) -> None:
-        if not (0 < self.noise < math.inf and 0 < self.clip < math.inf):
+        if self.noise == AUTO and self.budget is None:
+            raise ValueError(
+                f"{self.key}.noise is auto, which is the least that a budget allows; set {self.key}.budget"
+            )
+        noise = 1.0 if self.noise == AUTO else self.noise
+        if isinstance(noise, str) or not (0 < noise < math.inf and 0 < self.clip < math.inf):
             raise ValueError(
                 f"{self.key}.noise and {self.key}.clip are above 0; without noise there is no ε to promise"
             )
@@ -95,11 +112,24 @@ class Account:
             told = f"the answer would bring ε to {self.spent(after):.4g}, the budget is {self.promise.budget:g}"
             raise Refused("over budget", told)
 
+    def least_noise(self, answers: int) -> float:
+        """The least noise with which so many answers stay within the budget."""
+        budget, now = self.promise.budget, self.promise.sigma
+        assert budget is not None
+
+        def cost(noise: float, accountant: str) -> float:
+            return _spent(frozenset({self.answer.times(noise / now): answers}.items()), self.promise.delta, accountant)
+
+        return least_noise(cost, budget, self.promise.accountant)
+
     def refuse(self) -> None:
         """Raise a ValueError if already the first answer would exceed the budget."""
         if self.exceeded(1):
             key, budget = self.promise.key, self.promise.budget
-            raise ValueError(f"{key}.budget is {budget:g}, but one answer already costs {self.spent(1):.4g}; raise it")
+            raise ValueError(
+                f"{key}.budget is {budget:g}, but one answer already costs {self.spent(1):.4g}; raise it, or set "
+                f'{key}.noise to {self.least_noise(1):g}, enough for one answer, or to "auto", enough for all rounds'
+            )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -157,6 +187,20 @@ class Tally:
         if self.account.everyone:
             return self.account.spent(self.rounds)
         return max((self.account.spent(each) for each in self._different(self.clients, Counter())), default=0.0)
+
+    def tightened(self, charged: float) -> float | None:
+        """The tighter ε, by privacy loss distributions, of what the Rényi accountant has `charged`. It is shown beside
+        that one, and nothing depends on it. None for noise that is not Gaussian, and where privacy is lost anyway."""
+        price = next(iter(self.rounds), None)
+        if charged > TIGHTENED or len(self.rounds) != 1 or not isinstance(price, Noised):
+            return None
+        for many in (self.rounds[price], max((spent[price] for spent in self.clients.values()), default=0)):
+            if math.isclose(self._by("rdp", price, many), charged, rel_tol=1e-6):  # everybody's rounds, or a client's
+                return self._by("pld", price, many)
+        return None
+
+    def _by(self, accountant: str, price: Noised, answers: int) -> float:
+        return _spent(frozenset({price: answers}.items()), self.account.promise.delta, accountant)
 
     def _different(self, clients: Iterable[int], more: Counter[Steps]) -> list[Counter[Steps]]:
         """What some clients have spent and `more`, each amount once."""

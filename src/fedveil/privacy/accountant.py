@@ -38,6 +38,10 @@ class Noised:
         _check_rate(self.sample_rate)
         _check_steps(self.steps)
 
+    def times(self, factor: float) -> Noised:
+        """The same steps with noise of `factor` times the deviation."""
+        return replace(self, noise=self.noise * factor)
+
 
 @dataclass(frozen=True)
 class Skellam:
@@ -60,6 +64,10 @@ class Skellam:
             raise ValueError(f"sums differ by norms of {self.l2:g} and {self.l1:g}; they are 0 or more")
         _check_rate(self.sample_rate)
         _check_steps(self.steps)
+
+    def times(self, factor: float) -> Skellam:
+        """The same steps with noise of `factor` times the deviation."""
+        return replace(self, variance=self.variance * factor**2)
 
     def divergence(self, order: int) -> float:
         """Bound on the Rényi divergence of one step at a whole order α from 2 on.
@@ -189,21 +197,29 @@ def solve(
     if not 0 < target < math.inf:
         raise ValueError(f"epsilon is {target:g}; it is above 0")
 
-    def reached(by: str) -> Callable[[Any], bool]:
-        """Whether a value keeps ε within the target. It is the more private the larger noise, the smaller the rest."""
+    def cost(value: Any, by: str) -> float:
+        tell(f"trying {name.replace('_', ' ')} {value:.5g}")
+        return epsilon([replace(known, **{name: value})], delta, by)
 
-        def within(value: Any) -> bool:
-            tell(f"trying {name.replace('_', ' ')} {value:.5g}")
-            return epsilon([replace(known, **{name: value})], delta, by) <= target
-
-        return within
-
-    # The Rényi bound is quick and never below the tighter one, so that what satisfies it is where to begin.
-    found = _search(name, reached("rdp"), target)
-    if accountant == "pld":
-        found = _improve(name, reached("pld"), found)
-    best = replace(known, **{name: found})
+    best = replace(known, **{name: _best(name, cost, target, accountant)})
     return best, epsilon([best], delta, accountant)
+
+
+def least_noise(cost: Callable[[float, str], float], target: float, accountant: str = "rdp") -> float:
+    """The least noise whose `cost`, by an accountant, is within the target; to 4 digits, rounded up."""
+    found = float(_best("noise", cost, target, accountant))
+    scale = 10.0 ** (3 - math.floor(math.log10(found)))
+    above = math.ceil(found * scale) / scale
+    return above if cost(above, accountant) <= target else found
+
+
+def _best(name: str, cost: Callable[[Any, str], float], target: float, accountant: str) -> Any:
+    """The best value whose cost is within the target: the least noise, the most steps or the highest sample rate.
+
+    The Rényi bound is quick and never below the tighter one, so that what satisfies it is where to begin.
+    """
+    found = _search(name, lambda value: cost(value, "rdp") <= target, target)
+    return _improve(name, lambda value: cost(value, "pld") <= target, found) if accountant == "pld" else found
 
 
 def _search(name: str, within: Callable[[Any], bool], target: float) -> Any:

@@ -85,13 +85,13 @@ class UserLevel(Promise):
                 f"user_privacy.relation is {self.relation}, but cohorts are hidden Poisson draws, which are accounted "
                 'for zero-out only; set user_privacy.relation = "zero-out"'
             )
-        return Account(Noised(self.noise / RELATIONS[self.relation], rate, 1), self, everyone=rate < 1)
+        return Account(Noised(self.sigma / RELATIONS[self.relation], rate, 1), self, everyone=rate < 1)
 
     def step(self, bits: int, size: int) -> Skellam:
         """One noised sum of vectors of `size` values in fixed point of so many bits, in units of that fixed point."""
         half, apart = (1 << bits - 1) - 1, RELATIONS[self.relation]
         norm = rounded(half, size)
-        return Skellam((self.noise * half) ** 2, apart * norm, apart * norm * min(math.sqrt(size), norm), 1)
+        return Skellam((self.sigma * half) ** 2, apart * norm, apart * norm * min(math.sqrt(size), norm), 1)
 
     def _refuse_coarse(self, step: Skellam, bits: int, size: int) -> None:
         """Raise a ValueError if rounding to fixed point makes a round cost much more."""
@@ -110,21 +110,21 @@ class UserLevel(Promise):
 
     def total(self, updates: Tensor, secret: Seed) -> Tensor:
         """The sum of updates [m, d], each clipped, with noise: [d]. Rounded to float32 after the noise."""
-        noise = normal(secret.child("noise"), updates.shape[1]) * (self.noise * self.clip)
+        noise = normal(secret.child("noise"), updates.shape[1]) * (self.sigma * self.clip)
         return (clipped(updates.double(), self.clip).sum(0) + noise.to(updates.device)).to(updates.dtype)
 
     def noised(self, crowd: Crowd, updates: Tensor) -> Tensor:
         """Each client's update [C, d], clipped, with noise of its own."""
         drawn = [normal(secret.child("noise"), updates.shape[1]) for secret in crowd.secrets("user privacy")]
-        noise = torch.stack(drawn).to(updates.device) * (self.noise * self.clip)
+        noise = torch.stack(drawn).to(updates.device) * (self.sigma * self.clip)
         return (clipped(updates.double(), self.clip) + noise).to(updates.dtype)
 
     @property
     def reach(self) -> float:
         """The largest magnitude in what a client sends that noises its own update."""
-        return self.clip * (1 + TAIL * self.noise)
+        return self.clip * (1 + TAIL * self.sigma)
 
     @property
     def sum_noise(self) -> SumNoise:
         """What clients add inside a secure sum."""
-        return SumNoise(self.noise, self.colluders)
+        return SumNoise(self.sigma, self.colluders)

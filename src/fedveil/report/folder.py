@@ -16,9 +16,11 @@ import msgspec
 
 from fedveil.ledger import Ledger
 from fedveil.report.figures import points
+from fedveil.runs import tallied
 
 if TYPE_CHECKING:
     from fedveil.attacks.membership import Audit
+    from fedveil.privacy.account import Tally
 
 
 class Attack(msgspec.Struct):
@@ -150,7 +152,15 @@ def _read(folder: Path) -> Run:
     method = table.get("method")
     if not isinstance(method, dict) or not isinstance(method.get("name"), str):
         raise ValueError(f'{recipe} names no method; put name = "..." under its [method]')
+    rows.tally = _tally(folder, method)
     return Run(folder, _title(method), text, table, where, rows, attack, audit)
+
+
+def _tally(folder: Path, method: dict[str, Any]) -> Tally | None:
+    """What was charged, from which a tighter ε follows."""
+    found = _privacy(method)
+    delta = found[1].get("delta") if found else None
+    return tallied(folder, delta) if isinstance(delta, float) else None
 
 
 def _audit(data: bytes) -> Audit:

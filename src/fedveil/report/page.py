@@ -31,6 +31,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (  # of the table o
     ("up per client and round", "bytes_up_per_client_round", size),
     ("failed answers", "clients_failed", "{:,}".format),
     ("ε", "epsilon", "{:.4g}".format),
+    ("ε by PLD", "epsilon_pld", "{:.4g}".format),
     ("relation", "relation", str),
     ("time", "seconds", duration),
 )

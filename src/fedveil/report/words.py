@@ -50,6 +50,8 @@ def private(run: Run) -> str:
     delta = f" at δ = {how['delta']:g}" if isinstance(how.get("delta"), float) else ""
     relation = f", for neighbours by {by}" if (by := run.summary["relation"]) else ""
     spent = f"ε = {run.summary['epsilon']:.4g}{delta} for each {unit}{relation} ({kind})"
+    if (tight := run.summary["epsilon_pld"]) is not None:
+        spent += f"; by the tighter PLD accountant it is {tight:.4g}"
     if (colluders := run.summary["colluders"]) is not None:
         spent += f"; it holds if at most {plural(colluders, 'client')} of a sum told the server their noise"
     return f"{run.name}: after {plural(len(run.ledger.rows), 'round')} the accountant had charged {spent}."
@@ -101,7 +103,8 @@ def _alone(run: Run) -> list[str]:
         said.append(f"{plural(s['clients_failed'], 'answer')} failed.")
     if s["epsilon"] is not None:
         relation = f" for neighbours by {s['relation']}" if s["relation"] else ""
-        said.append(f"The accountant charged ε = {s['epsilon']:.4g}{relation}.")
+        beside = f" (by PLD {s['epsilon_pld']:.4g})" if s["epsilon_pld"] is not None else ""
+        said.append(f"The accountant charged ε = {s['epsilon']:.4g}{beside}{relation}.")
     return said
 
 
