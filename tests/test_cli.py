@@ -351,16 +351,17 @@ def test_a_comparison_is_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_comparison_with_a_private_run_has_a_column_for_it() -> None:
-    private = ["--set", "split.most=144", "--set", "method.privacy.delta=1e-3", "--set", "rounds=1"]
+    private = ["--set", "split.most=360", "--set", "method.privacy.delta=1e-3", "--set", "rounds=1"]
     good(run("c/digits-fedprox", *private, method="fedprox"))
     good(run("c/digits-fedavg", "--set", "rounds=1"))
     jobs_ = [jobs.Job.held(Path("c", name)) for name in ("digits-fedavg", "digits-fedprox")]
     with show.out.capture() as shown:
         show.comparison(jobs_)
-    assert re.search(r"^run +accuracy +and round +up in all +ε +relation +seconds$", shown.get(), re.M)
-    assert re.search(r"^digits-fedavg +0\.\d+ .* kB +– +– +\S+$", shown.get(), re.M)
-    epsilon = jobs_[1].ledger.rows[-1].epsilon
-    assert re.search(rf"^digits-fedprox +0\.\d+ .* kB +{epsilon:.4g} +add/remove +\S+$", shown.get(), re.M)
+    assert re.search(r"^run +accuracy +and round +up in all +ε +by PLD +relation +seconds$", shown.get(), re.M)
+    assert re.search(r"^digits-fedavg +0\.\d+ .* kB +– +– +– +\S+$", shown.get(), re.M)
+    epsilon, tight = (jobs_[1].summary()[key] for key in ("epsilon", "epsilon_pld"))
+    told = rf"{epsilon:.4g} +{tight:.4g} +add/remove"
+    assert re.search(rf"^digits-fedprox +0\.\d+ .* kB +{told} +\S+$", shown.get(), re.M)
 
 
 def test_the_demo_is_of_built_in_recipes() -> None:
@@ -414,7 +415,7 @@ def test_a_private_round_tells_what_it_spent(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_run_ends_well_where_another_round_would_exceed_its_budget() -> None:
-    private = ["split.most=144", *(f"method.privacy.{key}" for key in ("noise=1", "delta=1e-3", "budget=5"))]
+    private = ["split.most=360", *(f"method.privacy.{key}" for key in ("noise=1", "delta=1e-3", "budget=5"))]
     more = [word for change in ["cohort.size=4", "method.local.batch=90", *private] for word in ("--set", change)]
     result = run("a", *more, "--format", "json", rounds=9)
     figures = good(result)
@@ -507,7 +508,8 @@ def test_the_keys_of_a_method_are_written_as_in_a_recipe() -> None:
     assert re.search(r"^  method\.up\.name +raw$", shown, re.M)
     assert re.search(r"^  method\.feedback +false$", shown, re.M)
     assert re.search(r"^  method\.local\.steps +none$", shown, re.M)
-    assert re.search(r"^  method\.privacy +none, or its noise, clip, delta, budget, accountant$", shown, re.M)
+    keys = r"noise, clip, delta, budget,\s+accountant, mechanism"
+    assert re.search(rf"^  method\.privacy +none, or its {keys}$", shown, re.M)
     assert re.search(r"^  method\.down +none, or its name$", shown, re.M)
     assert re.search(r"^  method\.up\.steps +1000$", good(fv("describe", "tofu")), re.M)
     assert re.search(r'^  method\.augment +""$', good(fv("describe", "fedlap")), re.M)

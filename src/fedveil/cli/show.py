@@ -71,10 +71,11 @@ def cost(told: Mapping[str, Any]) -> None:
 
 def comparison(jobs: Sequence[Job]) -> None:
     """A row a run; ε, the tighter one beside it and their neighbouring relation if any run has one."""
-    table, summaries = Table("run", box=None, pad_edge=False, padding=(0, 1)), [job.summary() for job in jobs]
+    table, summaries = Table(box=None, pad_edge=False, collapse_padding=True), [job.summary() for job in jobs]
+    table.add_column("run", no_wrap=True)
     private = any(s["epsilon"] is not None for s in summaries)
     promise = ["ε", "by PLD", "relation"] if private else []
-    for head in ("accuracy", "up per client\nand round", "up in all", *promise, "seconds"):
+    for head in ("accuracy", "up per\nclient\nand round", "up in all", *promise, "seconds"):
         table.add_column(head, justify="right")
     for job, s in zip(jobs, summaries, strict=True):
         sent = decimal(round(s["bytes_up_per_client_round"])), decimal(s["bytes_up"])
