@@ -9,6 +9,7 @@ from fedveil import recipe
 from updates.codecs import digits
 
 ROUNDS_8BIT = 6
+ROUNDS_SOON = 2
 
 
 def run(name: str, rounds: int | None = None) -> fv.Result:
@@ -31,12 +32,22 @@ def after(result: fv.Result, rounds: int) -> float:
 
 
 @pytest.mark.parametrize("name", ["tofu", "fedsynth"])
+def test_the_first_updates_are_matched_at_an_eighth_of_the_upload(name):
+    plain, short = run("fedavg", ROUNDS_SOON), run(name, ROUNDS_SOON)
+    assert up(short) <= up(plain) / 8
+    assert all(row.metrics["cosine"] > 0.8 for row in short.ledger.rows)
+    assert short.accuracy >= plain.accuracy - 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tofu", "fedsynth"])
 def test_fedavgs_accuracy_within_two_points_at_an_eighth_of_its_upload(results, name):
     assert after(results[name], 20) >= after(results["fedavg"], 20) - 0.02
     assert up(results[name]) <= up(results["fedavg"]) / 8
     assert all(row.metrics["cosine"] > 0.8 for row in results[name].ledger.rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tofu", "fedsynth"])
 def test_eight_bits_cost_a_third_of_the_papers_floats_and_two_points_at_most(results, name):
     short = run(f"{name}-8bit", ROUNDS_8BIT)
