@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,8 +147,9 @@ class Result:
 
     @property
     def accuracy(self) -> float:
-        """Test accuracy when it was last measured."""
-        return float(self.summary()["accuracy"] or 0.0)
+        """Test accuracy when it was last measured; not a number where none was."""
+        accuracy = self.summary()["accuracy"]
+        return math.nan if accuracy is None else float(accuracy)
 
     def summary(self) -> dict[str, Any]:
         return self.ledger.summary(self.method)
