@@ -1,6 +1,7 @@
 """Noise that is found from a budget, and the tighter ε that is shown beside the one that is charged."""
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 
@@ -136,6 +137,25 @@ def test_a_recipe_with_noise_to_be_found_keeps_the_number(here):
     assert "is finished already and used as it is" in shell(*compared).stderr
     assert "another recipe" in shell(*compared, "--set", "method.privacy.budget=4").stderr
     assert good("resume", folder, "--format", "json")["noise"] == figures["noise"]
+
+
+# ---------------------------------------------------------------------------------------------------- words
+
+
+def test_what_is_said_of_several_records_of_one_person():
+    """kε, and δ of the chain of k neighbours: δ + e^ε (δ + e^ε (…))."""
+    lines = (Path(__file__).parents[2] / "docs/how-to/privacy-budget.md").read_text().splitlines()
+    head = next(k for k, line in enumerate(lines) if line.startswith("| ε of one record |"))
+    assert len(lines[head + 2 : head + 6]) == 4
+    for line in lines[head + 2 : head + 6]:
+        first, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        for k, cell in zip((2, 5, 10), cells, strict=True):
+            delta = 0.0
+            for _ in range(k):
+                delta = 1e-5 + math.exp(float(first)) * delta
+            assert delta <= k * math.exp((k - 1) * float(first)) * 1e-5
+            assert cell == "vacuous" if delta >= 1 else cell.startswith(f"ε {k * float(first):g}, δ ")
+            assert delta >= 1 or float(cell.split()[-1]) == pytest.approx(delta, rel=0.03)
 
 
 # ---------------------------------------------------------------------------------------------------- PLD
