@@ -148,6 +148,14 @@ def test_dp_sgd_as_it_is_holds_and_the_same_without_noise_does_not(name):
     assert not found.reused
 
 
+def test_skellam_noise_holds_too():
+    whole = replace(METHODS["fedavg"], privacy=replace(METHODS["fedavg"].privacy, mechanism="skellam"))
+    found = audit(TASK, whole, TASK.initial, fv.Seed.root(1), private_root(1))
+    assert not list(found.broken())
+    assert found.lower < found.epsilon < found.control
+    assert found.found == pytest.approx(found.noise, rel=0.1)
+
+
 def test_without_noise_the_gate_breaks(monkeypatch):
     monkeypatch.setattr(dpsgd, "_normal", lambda words: torch.zeros(len(words), dtype=torch.float64))
     found = audited()

@@ -64,12 +64,12 @@ def by_hand(task, client, secret, steps, local=LOCAL, pull=0.0, start=None, push
     """DP-SGD, step after step, with the noise and the draws of one client's secret."""
     w, rate = (task.initial if start is None else start).clone(), local.batch / task.largest
     drawn = poisson(secret.child("draw"), task.clients[client], rate, steps)
-    noise = normal(secret.child("noise"), steps * len(w)).view(steps, -1).float() * (PRIVACY.noise * PRIVACY.clip)
+    noise = normal(secret.child("noise"), steps * len(w)).view(steps, -1) * (PRIVACY.noise * PRIVACY.clip)
     for rows, added in zip(drawn, noise, strict=True):
-        total = torch.zeros_like(w)
+        total = torch.zeros_like(w, dtype=torch.float64)
         if len(rows):
             total = clipped_sum(task, w[None], task.x[rows][None], task.y[rows][None], torch.ones(1, len(rows)), 0.7)[0]
-        private = (total + added) / local.batch
+        private = ((total + added) / local.batch).float()
         w = w - local.lr * (private + local.weight_decay * w + pull * (w - task.initial) + push)
     return w
 
@@ -144,8 +144,8 @@ def test_fedsgd_noises_the_sum_of_all_records_once_and_divides_by_the_most_there
         total = clipped_sum(
             task, task.initial[None], task.x[rows][None], task.y[rows][None], torch.ones(1, len(rows)), 0.7
         )[0]
-        noise = normal(secret.child("noise"), 8).float() * (1.5 * 0.7)
-        torch.testing.assert_close(found[k], -(total + noise) / 6)
+        noise = normal(secret.child("noise"), 8) * (1.5 * 0.7)
+        torch.testing.assert_close(found[k], -((total + noise) / 6).float())
     assert method.price(task).answer == Noised(1.5, 1.0, 1)
 
 
