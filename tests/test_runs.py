@@ -204,7 +204,11 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_used(damage, method,
     with contextlib.closing(RunFolder(tmp_path)) as folder:
         assert folder.load().round == 2
     train(tmp_path, method)
-    assert kept(tmp_path) == undisturbed
+    *state, rows = kept(tmp_path)
+    told = rows[2].events.pop()
+    assert told.startswith("checkpoint-00000003.fv (")
+    assert told.endswith("cannot be read: the run goes on from the checkpoint of round 2")
+    assert (*state, rows) == undisturbed
 
 
 def test_every_single_damaged_byte_of_a_checkpoint_is_noticed(tmp_path):

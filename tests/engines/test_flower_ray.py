@@ -20,7 +20,7 @@ from privacy.sums import Summed
 from toys import LastReference, Twice, kept
 
 OWN = sorted(name for name, method in fv.METHODS.items() if method.__module__.startswith("fedveil."))
-PLAN = recipe.read("digits/fedavg", ["split.clients=4", "rounds=2", "method.local.epochs=1"])
+PLAN = recipe.read("digits/fedavg", ["split.clients=4", "split.most=360", "rounds=2", "method.local.epochs=1"])
 # Ray does not wait for the processes it ends, and so their handles complain when they are collected.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 SMALL = {"steps": 5, "fits": 5, "epochs": 1, "restarts": 1, "batches": 3, "draws": 3}

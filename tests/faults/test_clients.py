@@ -219,11 +219,18 @@ def test_a_client_that_restarts_between_two_questions_of_a_round_is_left_out():
     torch.testing.assert_close(result.weights, linear_task().initial + (1 + 2 + 4) / 4)
 
 
-def test_an_interrupt_in_training_ends_the_run_and_leaves_a_folder_that_goes_on(tmp_path):
-    interrupted = fv.FedAvg(Failing(error=KeyboardInterrupt, from_round=3))
+def test_an_interrupt_in_training_ends_the_run_and_leaves_a_folder_that_goes_on(tmp_path, monkeypatch):
+    true = fv.Local.train
+
+    def interrupted(self, crowd, *given):
+        if crowd.round == 3:
+            raise KeyboardInterrupt
+        return true(self, crowd, *given)
+
     options = {"rounds": 4, "cohort": 4, "folder": tmp_path}
-    with pytest.raises(KeyboardInterrupt):
-        fv.run(linear_task(), interrupted, engine=Local(1, 1), **options)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(fv.Local, "train", interrupted)
+        fv.run(linear_task(), fv.FedAvg(), engine=Local(1, 1), **options)
     resumed = fv.run(linear_task(), fv.FedAvg(), engine=Local(1, 1), **options)
     whole = fv.run(linear_task(), fv.FedAvg(), rounds=4, cohort=4, engine=Local(1, 1))
     assert torch.equal(resumed.weights, whole.weights)
