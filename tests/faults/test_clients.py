@@ -228,9 +228,10 @@ def test_an_interrupt_in_training_ends_the_run_and_leaves_a_folder_that_goes_on(
         return true(self, crowd, *given)
 
     options = {"rounds": 4, "cohort": 4, "folder": tmp_path}
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(fv.Local, "train", interrupted)
+    monkeypatch.setattr(fv.Local, "train", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         fv.run(linear_task(), fv.FedAvg(), engine=Local(1, 1), **options)
+    monkeypatch.undo()
     resumed = fv.run(linear_task(), fv.FedAvg(), engine=Local(1, 1), **options)
     whole = fv.run(linear_task(), fv.FedAvg(), rounds=4, cohort=4, engine=Local(1, 1))
     assert torch.equal(resumed.weights, whole.weights)
