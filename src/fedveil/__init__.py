@@ -28,7 +28,7 @@ from fedveil.updates.synthetic import FedAgeAvg, FedSynthAvg, TofuAvg
 from fedveil.updates.tiers import Tiers
 from fedveil.updates.tofu import Tofu
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "METHODS",
