@@ -38,7 +38,10 @@ DIGITS = (  # in the order of the table; the first is what the others are compar
 CLEAR = ("fedavg-2class", "fedavg-2class-fast", "feddm", "fedlap")
 PRIVATE = ("dp-fedavg", "dp-fedprox", "dp-scaffold", "dp-fedavg-often", "fedlap-dp")
 SURROGATES = tuple(f"{name}-{seed}" for name in (*CLEAR, *PRIVATE) for seed in range(3))
-SUMMED = ("fedage", "fedage-linear", "fedage-secure", "fedavg-secure", "baffle-clear", "baffle")
+SUMMED = (
+    *("fedage", "fedage-linear", "fedage-secure", "fedavg-secure", "dp-fedavg-users"),
+    *("baffle-clear", "baffle"),
+)
 CLASSES = ("fedavg-classes", "fedprox-classes", "scaffold-classes")
 CODECS = ("fedavg", "fedavg-half", "fedavg-qsgd", "fedavg-top-k", "tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit")
 CURVES = ("fedavg", "fedavg-qsgd", "fedavg-top-k", "tofu-8bit", "fedsynth-8bit")
@@ -142,6 +145,7 @@ class Run:
             said = f"{method['directions']} slopes"
         else:
             said = plain.get(method["name"]) or _payload(method["up"])
+        said += ", with noise" if "user_privacy" in method else ""
         return f"{said}, in a secure sum" if "secure" in method else said
 
 
