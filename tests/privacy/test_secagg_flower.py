@@ -10,7 +10,7 @@ from engines.grids import Nodes, made
 from fedveil.engines import Local, kept
 from fedveil.engines.flower import Flower, client_app
 from fedveil.privacy import SecureSum
-from fedveil.privacy.secagg import Advertise, Secrets
+from fedveil.privacy.secagg import Advertise, Agree, Deal, Mask, Secrets, Share, Unmask
 from fedveil.privacy.summand import NOTE
 from privacy.sums import LAST, Summed, letter
 from toys import linear_task
@@ -101,3 +101,50 @@ def test_secrets_are_carried_sealed_to_the_same_round_of_the_same_client_only():
     assert carried(key, run=b"another!") is None
     assert carried(key, client=2) is None
     assert NOTE.encode() not in kept.pack(clients, 3)
+
+
+# ---------------------------------------------------------------------------------------------------- a killed server
+
+
+class Killed(BaseException):
+    """What a SIGKILL does to the server's process: nothing after it happens there. Its clients live elsewhere."""
+
+
+class Dying(Flower):
+    """A server that dies in round 2, when the answers to a stage are on their way."""
+
+    def __init__(self, grid, stage):
+        super().__init__(grid, 600.0, poll=0.001, tell=lambda said: None)
+        self.stage = stage
+
+    def deliver(self, letters, deadline):
+        replies = list(super().deliver(letters, deadline))
+        if letters[0].kind == self.stage.kind and letters[0].envelope.round == 2:
+            raise Killed
+        return replies
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("server", ["curious", "malicious"])
+@pytest.mark.parametrize("stage", [Advertise, Share, Deal, Mask, Agree, Unmask], ids=lambda stage: stage.__name__)
+def test_a_server_killed_in_a_stage_goes_on_or_is_refused_by_name(stage, server, tmp_path):
+    """Clients that have masked answer the same question again, under other masks; those that have unmasked do not."""
+    if stage is Agree and server == "curious":
+        pytest.skip("there is no such stage")
+    method = fv.FedAvg(fv.Local(lr=0.1, batch=4), secure=SecureSum(server=server))
+    grid = Nodes(client_app(made(TASK, method), lambda context: tmp_path / str(context.node_id)), range(5))
+    options = {"rounds": 3, "cohort": 5, "folder": tmp_path / "run", "identities": None}
+    with pytest.raises(Killed):
+        fv.run(TASK, method, engine=Dying(grid, stage), **options)
+    again = Flower(grid, 600.0, poll=0.001, tell=lambda said: None)
+    result = fv.run(TASK, method, engine=again, **options)
+    second = result.ledger.rows[1]
+    if stage is Unmask:
+        told = "refused: wrong stage: client {} has unmasked a sum in round 2"
+        assert second.missing == {str(k): told.format(k) for k in range(5)}
+        assert second.events[-1] == "clients have seen round 2 before; the run goes on with the next one"
+        assert not result.ledger.rows[2].missing
+    else:
+        assert not second.missing
+        whole = fv.run(TASK, method, rounds=3, cohort=5, engine=Local(stack=1, workers=1))
+        assert torch.equal(result.weights, whole.weights)
