@@ -15,7 +15,7 @@ demo: $(STAMP)  ## train several methods on the digits and write runs/demo/repor
 	$(BIN)/fedveil compare --out runs/demo
 
 test: $(STAMP) lint  ## what CI runs
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

@@ -17,3 +17,10 @@ def threads():
     """Tasks of eight weights are slowed down by threads, and a forked child has none of its parent's."""
     with one_thread():
         yield
+
+
+@pytest.fixture(autouse=True)
+def still_one_thread(threads):
+    """The command line sets as many as a run asks for, and a forked child of the next test would wait for them."""
+    with one_thread():
+        yield
