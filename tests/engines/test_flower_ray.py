@@ -129,7 +129,7 @@ def begin(folder, *options):
     process = subprocess.Popen(
         program, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    ledger, end = folder / "ledger.jsonl", time.monotonic() + 180
+    ledger, end = folder / "ledger.jsonl", time.monotonic() + 900
     while process.poll() is None and time.monotonic() < end:
         if ledger.exists() and ledger.read_bytes().count(b"\n") >= 1:
             break
@@ -159,7 +159,7 @@ def test_a_killed_run_leaves_no_process_and_is_resumed_on_flower(tmp_path):
         "--format",
         "json",
     ]
-    resumed = subprocess.run(resume, capture_output=True, text=True, timeout=180)
+    resumed = subprocess.run(resume, capture_output=True, text=True, timeout=900)
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads(resumed.stdout)["rounds"] == done
     assert json.loads((tmp_path / "flower" / "environment.json").read_text())["engine"] == "flower"
@@ -194,7 +194,7 @@ def test_ctrl_c_ends_every_process(times, tmp_path):
     for _ in range(times):
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
         time.sleep(0.2)
-    _, told = process.communicate(timeout=300)
+    _, told = process.communicate(timeout=900)
     assert process.returncode == 130
     assert ("stopped after round" if times == 1 else "aborted;") in told
     assert not gone(started)
@@ -207,7 +207,7 @@ def test_compare_runs_several_recipes_on_flower(tmp_path):
         [sys.executable, "-m", "fedveil", *command, "--set", "rounds=2", "--format", "json"],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=900,
     )
     assert ran.returncode == 0, ran.stderr
     assert [run["rounds"] for run in json.loads(ran.stdout)["runs"]] == [2, 2]
@@ -232,7 +232,7 @@ def test_an_exception_ends_every_process_too():
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=900,
     )
     assert "ArithmeticError: on purpose" in ran.stderr
     started = {int(pid) for pid in ran.stdout.split()}
