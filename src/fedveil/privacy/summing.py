@@ -184,7 +184,7 @@ class _Scene:
 
         while few := {k for k in left if helpers(k) < self.threshold}:
             left -= few
-        for client in {*answers} - left:
+        for client in {*answers} - left if left else ():  # if nobody is left there were too few, and none is to blame
             why, near = Refused("bad set", "too few of its neighbours are there"), len(self.near[client])
             if len(those := complaints.get(client, ())) > near - self.threshold:
                 told = f"{len(those)} of {near - 1} neighbours say that they cannot open what it dealt"
