@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import encoding, fedage, federation, flower, messages, probes, secagg, surrogates
-from fedveil import graphs
-from fedveil.runs import environment
+from fedveil.gpu import graphs
+from fedveil.runs.folder import environment
 
 BENCHMARKS: dict[str, Callable[[], dict[str, float]]] = {
     "digits": federation.digits,

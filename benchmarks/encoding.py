@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 
 import fedveil as fv
-from fedveil import graphs, models
-from fedveil.clients import Crowd
+from fedveil import models
+from fedveil.codecs.fedsynth import FedSynth
+from fedveil.core.clients import Crowd
 from fedveil.data import from_tensors
-from fedveil.updates.fedsynth import FedSynth
+from fedveil.gpu import graphs
 
 
 def fedsynth() -> dict[str, float]:

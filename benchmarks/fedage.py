@@ -9,9 +9,9 @@ import torch
 
 import fedveil as fv
 from fedveil import models
-from fedveil.clients import Crowd
+from fedveil.codecs.autoencoder import Code, Pair, linear
+from fedveil.core.clients import Crowd
 from fedveil.data import from_tensors
-from fedveil.updates.autoencoder import Code, Pair, linear
 
 
 def fedage() -> dict[str, float]:

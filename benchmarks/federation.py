@@ -10,9 +10,9 @@ import torch.nn.functional as F
 import fedveil as fv
 from benchmarks.clock import in_turns
 from fedveil import models
+from fedveil.core.federation import Federation, Sampling
 from fedveil.data import from_tensors
 from fedveil.engines import Local as LocalEngine
-from fedveil.federation import Federation, Sampling
 
 
 class Loop:

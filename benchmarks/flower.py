@@ -9,9 +9,9 @@ from itertools import chain
 import torch
 
 import fedveil as fv
-from fedveil import recipe
+from fedveil.core.federation import Engine
 from fedveil.engines import Local
-from fedveil.federation import Engine
+from fedveil.runs import recipe
 
 TURNS, ROUNDS = 4, 5  # of the rounds of a turn the first warms up and the last is evaluated
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from benchmarks.clock import in_turns
-from fedveil import message
-from fedveil.message import Envelope
-from fedveil.updates.raw import Update
+from fedveil.core import message
+from fedveil.core.message import Envelope
+from fedveil.methods.fedavg import Update
 
 
 def million_floats() -> dict[str, float]:

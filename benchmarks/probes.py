@@ -10,12 +10,14 @@ from torch.nn.functional import cosine_similarity
 
 import fedveil as fv
 from benchmarks.clock import in_turns
-from fedveil import forward, models, recipe
+from fedveil import models
+from fedveil.codecs.directions import LAWS, Directions
 from fedveil.data import from_tensors
-from fedveil.graphs import one_thread
-from fedveil.probes.directions import LAWS, Directions
-from fedveil.probes.memory import peak
-from fedveil.probes.probing import Prober, forward_only
+from fedveil.gpu import forward
+from fedveil.gpu.graphs import one_thread
+from fedveil.methods.baffle.memory import peak
+from fedveil.methods.baffle.probing import Prober, forward_only
+from fedveil.runs import recipe
 
 BATCH = 32
 

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 import fedveil as fv
 from benchmarks.clock import in_turns
-from fedveil import message
-from fedveil.clients import Clients, Letter, Reply
+from fedveil.core import message
+from fedveil.core.clients import Clients, Letter, Reply
+from fedveil.core.message import Answer, Count, Question, Weights
 from fedveil.data import from_tensors
 from fedveil.engines import Local
-from fedveil.message import Answer, Count, Question, Weights
-from fedveil.privacy import SecureSum, identity, shamir, skellam
-from fedveil.privacy.secagg import Advertise, Deal, Mask, Share, Unmask
+from fedveil.privacy import SecureSum, skellam
+from fedveil.privacy.secagg import identity, shamir
+from fedveil.privacy.secagg.protocol import Advertise, Deal, Mask, Share, Unmask
 from fedveil.privacy.skellam import SumNoise
 
 

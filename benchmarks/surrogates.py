@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 import fedveil as fv
 from benchmarks.clock import in_turns
-from fedveil import graphs, models
-from fedveil.clients import Crowd
+from fedveil import models
+from fedveil.core.clients import Crowd
 from fedveil.data import from_tensors
-from fedveil.graphs import one_thread
+from fedveil.gpu import graphs
+from fedveil.gpu.graphs import one_thread
+from fedveil.methods.surrogates.fedlap import FedLap
+from fedveil.methods.surrogates.sets import Distil
 from fedveil.privacy.dpsgd import clipped, clipped_sum
-from fedveil.surrogates.fedlap import FedLap
-from fedveil.surrogates.sets import Distil
 
 CLIENTS = 5
 

@@ -24,13 +24,14 @@ from typing import Any
 import msgspec
 import torch
 
-from fedveil import data, recipe
+from fedveil import data
 from fedveil.cli.jobs import Job, Where
+from fedveil.codecs import autoencoder
+from fedveil.codecs.autoencoder import Code, Pair, Pretraining
+from fedveil.core.seeds import Seed
 from fedveil.report.figures import densities, svg
-from fedveil.runs import environment
-from fedveil.seeds import Seed
-from fedveil.updates import autoencoder
-from fedveil.updates.autoencoder import Code, Pair, Pretraining
+from fedveil.runs import recipe
+from fedveil.runs.folder import environment
 
 GRID = [  # b, s; each for every cohort
     *((block, 64) for block in (16, 64, 256)),

@@ -23,10 +23,11 @@ from pathlib import Path
 import msgspec
 import torch
 
-from fedveil import data, recipe
+from fedveil import data
 from fedveil.cli.jobs import Job, Where, holds_run
-from fedveil.recipe import Recipe
-from fedveil.runs import environment
+from fedveil.runs import recipe
+from fedveil.runs.folder import environment
+from fedveil.runs.recipe import Recipe
 
 CLEAR = {  # name: recipe of a data set's folder, changes
     "fedlap": ("fedlap", ()),

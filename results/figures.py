@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from fedveil import message
-from fedveil.ledger import Ledger
-from fedveil.message import Envelope
+from fedveil.codecs.raw import Update
+from fedveil.codecs.tofu import Proxies
+from fedveil.core import message
+from fedveil.core.ledger import Ledger
+from fedveil.core.message import Envelope
 from fedveil.report import curves, svg, write
-from fedveil.updates.codec import Update
-from fedveil.updates.tofu import Proxies
 
 HERE = Path(__file__).resolve().parent
 PAGES = (HERE.parent / "README.md", HERE / "README.md")

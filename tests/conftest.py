@@ -5,7 +5,7 @@ import os
 import pytest
 from hypothesis import settings
 
-from fedveil.graphs import one_thread
+from fedveil.gpu.graphs import one_thread
 
 # How long an example takes says something of the machine only; and where a failure would stop others, draws are fixed.
 settings.register_profile("fedveil", deadline=None, derandomize="CI" in os.environ)

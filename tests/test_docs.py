@@ -17,10 +17,11 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import fedveil as fv
-from fedveil import message, recipe
 from fedveil.cli import app
-from fedveil.ledger import Ledger, Row
-from fedveil.recipe import SplitSpec, TaskSpec
+from fedveil.core import message
+from fedveil.core.ledger import Ledger, Row
+from fedveil.runs import recipe
+from fedveil.runs.recipe import SplitSpec, TaskSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

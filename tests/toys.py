@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedveil as fv
-from fedveil import message
-from fedveil.clients import Clients, Letter, Reply
+from fedveil.core import message
+from fedveil.core.clients import Clients, Letter, Reply
+from fedveil.core.message import Answer, Question, Record, Refused, Shape, Weights
 from fedveil.data import from_tensors
 from fedveil.engines import Local
-from fedveil.message import Answer, Question, Record, Refused, Shape, Weights
-from fedveil.runs import RunFolder
+from fedveil.runs.folder import RunFolder
 
 
 def linear_task(clients: int = 4, records: int = 24, seed: int = 0, uneven: bool = False) -> fv.Task:

@@ -1,32 +1,38 @@
 """Federated learning in which no raw gradient leaves a client."""
 
-from fedveil.clients import Crowd
+from fedveil.codecs.base import Codec
+from fedveil.codecs.fedage import FedAge
+from fedveil.codecs.fedsynth import FedSynth
+from fedveil.codecs.half import Half
+from fedveil.codecs.qsgd import Qsgd
+from fedveil.codecs.raw import Raw
+from fedveil.codecs.tiers import Tiers
+from fedveil.codecs.tofu import Tofu
+from fedveil.codecs.topk import TopK
+from fedveil.codecs.zstd import Zstd
+from fedveil.core.clients import Crowd
+from fedveil.core.federation import METHODS, About, Answers, Cohort, Federation, Method, Sampling, State, run, settle
+from fedveil.core.ledger import Ledger, Result, Row
+from fedveil.core.message import Answer, Question, Record, Refused
+from fedveil.core.seeds import Seed
+from fedveil.core.task import Task
 from fedveil.data import Data, Split, load, split
-from fedveil.federation import METHODS, About, Answers, Cohort, Federation, Method, Sampling, State, run, settle
-from fedveil.ledger import Ledger, Result, Row
-from fedveil.local import Local
-from fedveil.message import Answer, Question, Record, Refused
+from fedveil.methods.baffle.baffle import Baffle
+from fedveil.methods.fedavg import FedAvg
+from fedveil.methods.fedprox import FedProx
+from fedveil.methods.fedsgd import FedSGD
+from fedveil.methods.presets import FedAgeAvg, FedSynthAvg, TofuAvg
+from fedveil.methods.qfedavg import QFedAvg
+from fedveil.methods.scaffold import Scaffold
+from fedveil.methods.surrogates.feddm import FedDm
+from fedveil.methods.surrogates.fedlap import FedLap
 from fedveil.privacy import SecureSum
 from fedveil.privacy.dpsgd import DpSgd
 from fedveil.privacy.users import UserLevel
-from fedveil.probes.baffle import Baffle
-from fedveil.recipe import Recipe
-from fedveil.seeds import Seed
-from fedveil.server import Merge, Server
-from fedveil.surrogates.feddm import FedDm
-from fedveil.surrogates.fedlap import FedLap
-from fedveil.task import Task
-from fedveil.updates.codec import Codec, Raw
-from fedveil.updates.compress import Half, Qsgd, TopK
-from fedveil.updates.fair import QFedAvg
-from fedveil.updates.fedage import FedAge
-from fedveil.updates.fedsynth import FedSynth
-from fedveil.updates.raw import FedAvg, FedProx, FedSGD
-from fedveil.updates.scaffold import Scaffold
-from fedveil.updates.squeeze import Zstd
-from fedveil.updates.synthetic import FedAgeAvg, FedSynthAvg, TofuAvg
-from fedveil.updates.tiers import Tiers
-from fedveil.updates.tofu import Tofu
+from fedveil.runs.recipe import Recipe
+from fedveil.train.aggregators import Merge
+from fedveil.train.local import Local
+from fedveil.train.optimizers import Server
 
 __version__ = "0.2.0"
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fedveil as fv
+from codec_tools import crowd_of, digits, image_task, trained
 from fedveil.attacks.differential import differential, direct, expose
-from updates.codecs import crowd_of, digits, image_task, trained
 
 LINEAR = fv.FedAge(block=16, cohort=5, width=0)
 SHIPPED = replace(LINEAR, width=64)

@@ -9,9 +9,9 @@ from torch import nn
 
 import fedveil as fv
 from fedveil.attacks.mechanism import Heard, Mechanism, Planted, Tapped, audit, bound, canary, noise, quiet
-from fedveil.clients import Crowd
+from fedveil.core.clients import Crowd
+from fedveil.core.federation import private_root
 from fedveil.data import from_tensors
-from fedveil.federation import private_root
 from fedveil.privacy import account, dpsgd
 from fedveil.privacy.accountant import Noised, epsilon
 from fedveil.privacy.dpsgd import clipped_sum

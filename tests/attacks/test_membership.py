@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import fedveil as fv
-from fedveil import recipe
 from fedveil.attacks import membership
 from fedveil.attacks.membership import ATTACKS, SUCCESS, attack, by_heart, matched, scores, took_part
 from fedveil.privacy import dpsgd
+from fedveil.runs import recipe
 from toys import linear_task
 
 SEED = fv.Seed.root(0)

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import fedveil as fv
+from codec_tools import crowd_of
 from fedveil.attacks.users import SumAudit, audit, encoded, neighbours, ruled_out
-from fedveil.privacy import masks
+from fedveil.codecs.raw import Update
 from fedveil.privacy.accountant import Noised, epsilon
+from fedveil.privacy.secagg import masks
+from fedveil.privacy.secagg.client import Summand
 from fedveil.privacy.skellam import SumNoise
-from fedveil.privacy.summand import Summand
-from fedveil.updates.codec import Update
 from toys import linear_task
-from updates.codecs import crowd_of
 
 SEED = fv.Seed.root(7)
 ZERO = fv.UserLevel(noise=2.0, clip=0.5, delta=1e-3, relation="zero-out")

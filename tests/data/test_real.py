@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from fedveil.core.seeds import Seed
 from fedveil.data import files, load, split
-from fedveil.seeds import Seed
 
 pytestmark = pytest.mark.skipif(
     "FEDVEIL_DATA" not in os.environ, reason="set FEDVEIL_DATA to the directory with the published files"

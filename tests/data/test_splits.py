@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedveil.core.seeds import Seed
 from fedveil.data import SPLITS, Data, Share, Split, from_tensors, load, split
 from fedveil.data.splits import by_classes, dirichlet, iid, natural, shards
-from fedveil.seeds import Seed
 
 SEED = Seed.root(0)
 

@@ -10,8 +10,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_ssh_private_key, load_ssh_public_key
 
+from fedveil.core.message import Refused
 from fedveil.deploy import keys
-from fedveil.message import Refused
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import fedveil as fv
-from fedveil import recipe
 from fedveil.deploy import scaffold
 from fedveil.engines.claims import Claims, Roster, Seat
 from fedveil.engines.local import Local
 from fedveil.privacy.account import SPENT
-from fedveil.runs import RunError, read_checkpoint
+from fedveil.runs import recipe
+from fedveil.runs.folder import RunError, read_checkpoint
 
 pytest.importorskip("flwr")
 

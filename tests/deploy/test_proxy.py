@@ -16,9 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 import fedveil as fv
-from fedveil import message, recipe
 from fedveil.cli import app
+from fedveil.core import message
 from fedveil.deploy import proxy, scaffold
+from fedveil.runs import recipe
 
 pytest.importorskip("flwr")
 

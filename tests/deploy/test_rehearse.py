@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 
 import fedveil as fv
 import toys
-from fedveil import recipe
 from fedveil.cli import app
 from fedveil.deploy import keys, rehearse, roster, scaffold
 from fedveil.engines.local import Local
 from fedveil.privacy.account import SPENT
-from fedveil.runs import read_checkpoint
+from fedveil.runs import recipe
+from fedveil.runs.folder import read_checkpoint
 
 pytest.importorskip("flwr")
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are counted in /proc")

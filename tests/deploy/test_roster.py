@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fedveil import recipe
 from fedveil.cli import app
 from fedveil.deploy import keys, rehearse, roster, scaffold
 from fedveil.engines.claims import Claims, Roster
+from fedveil.runs import recipe
 
 pytest.importorskip("flwr")
 

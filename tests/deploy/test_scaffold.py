@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 import fedveil as fv
 from deploy.apps import loader
-from fedveil import recipe
 from fedveil.cli import app
+from fedveil.core.ledger import Row
 from fedveil.deploy import rehearse, scaffold
-from fedveil.ledger import Row
-from fedveil.runs import RunFolder
+from fedveil.runs import recipe
+from fedveil.runs.folder import RunFolder
 
 
 def invoke(*words):

@@ -21,10 +21,10 @@ from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor
 
 import fedveil as fv
-from fedveil import recipe
-from fedveil.clients import Clients, Letter
+from fedveil.core.clients import Clients, Letter
 from fedveil.engines.flower import Flower, client_app, wire
 from fedveil.engines.flower import app as client_side
+from fedveil.runs import recipe
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,14 @@ from typer.testing import CliRunner
 
 import fedveil as fv
 from engines.grids import Nodes, made
-from fedveil import cli, message
+from fedveil import cli
+from fedveil.core import message
+from fedveil.core.message import Envelope
 from fedveil.engines import Local
 from fedveil.engines.claims import Claims, Roster, Seat
 from fedveil.engines.flower import Flower, client_app, wire
 from fedveil.engines.flower import app as client_side
-from fedveil.message import Envelope
-from fedveil.runs import RunFolder
+from fedveil.runs.folder import RunFolder
 from toys import LastReference, Plain, Twice, linear_task
 
 METHODS = [fv.FedAvg(), fv.Scaffold(), Twice(), LastReference()]
@@ -537,7 +538,7 @@ def asked(frame, tmp_path, method=None, partition=1):
 
 
 def train(client=1, round_=1, run=b"run bear"):
-    weights = fv.updates.down.Train(torch.zeros(8))
+    weights = fv.links.down.Train(torch.zeros(8))
     return message.frame(weights, Envelope(run, round_, client))
 
 

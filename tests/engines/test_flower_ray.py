@@ -13,10 +13,10 @@ import torch
 
 import fedveil as fv
 from engines.grids import Failing, FromToml, Recording, alive, any_run, descendants, gone, peers
-from fedveil import recipe
 from fedveil.engines import Local
 from fedveil.engines.flower import simulate
-from privacy.sums import Summed
+from fedveil.runs import recipe
+from privacy.secagg.sums import Summed
 from toys import LastReference, Twice, kept
 
 OWN = sorted(name for name, method in fv.METHODS.items() if method.__module__.startswith("fedveil."))

@@ -5,10 +5,11 @@ import pytest
 import torch
 
 import fedveil as fv
-from fedveil import graphs, recipe
 from fedveil.cli.jobs import Job, Where
 from fedveil.engines import Local
 from fedveil.engines.local import LARGE, ClientFailure
+from fedveil.gpu import graphs
+from fedveil.runs import recipe
 from toys import linear_task
 
 

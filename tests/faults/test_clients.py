@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import fedveil as fv
-from fedveil.clients import Clients, Letter, Reply
+from fedveil.codecs.raw import Update
+from fedveil.core.clients import Clients, Letter, Reply
+from fedveil.core.federation import read_answer
+from fedveil.core.message import Envelope, Refused, frame
 from fedveil.engines import Local
-from fedveil.federation import read_answer
-from fedveil.message import Envelope, Refused, frame
-from fedveil.updates.codec import Update
-from fedveil.updates.scaffold import TrainControlled
+from fedveil.methods.scaffold import TrainControlled
 from toys import Tamper, Twice, linear_task
 
 LOCAL = fv.Local(lr=0.5, batch=4)

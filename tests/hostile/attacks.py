@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 import torch
 
-from fedveil import message
-from fedveil.message import KINDS, PREFIX_BYTES
-from fedveil.server import ServerState
+from fedveil.core import message
+from fedveil.core.message import KINDS, PREFIX_BYTES
+from fedveil.train.optimizers import ServerState
 
 WEIGHTS = 8
 NESTED: list[Any] = functools.reduce(lambda inner, _: [inner], range(500), [])

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import fedveil as fv
-from fedveil.clients import Reply
-from fedveil.message import fields
-from fedveil.updates.codec import Update
-from fedveil.updates.fair import FairUpdate
-from fedveil.updates.scaffold import Controlled
+from fedveil.codecs.raw import Update
+from fedveil.core.clients import Reply
+from fedveil.core.message import fields
+from fedveil.methods.qfedavg import FairUpdate
+from fedveil.methods.scaffold import Controlled
 from hostile.attacks import BYTES, RECORDS, WEIGHT, Scene, enveloped, field, tensor_attacks
 from toys import Tamper, linear_task
 
@@ -89,7 +89,7 @@ def test_a_hostile_answer_is_refused_by_name_and_changes_nothing(name, attack, r
     assert torch.equal(result.weights, silent(name).weights)
 
 
-RAW = {f"fedveil.updates.{module}" for module in ("raw", "scaffold", "fair")}
+RAW = {f"fedveil.methods.{module}" for module in ("fedavg", "fedprox", "fedsgd", "scaffold", "qfedavg")}
 
 
 def test_the_methods_here_are_all_that_send_raw_updates():

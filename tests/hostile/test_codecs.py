@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import fedveil as fv
-from fedveil import message
-from fedveil.clients import Reply
+from fedveil.core import message
+from fedveil.core.clients import Reply
+from fedveil.core.message import KINDS, fields
 from fedveil.data import from_tensors
-from fedveil.message import KINDS, fields
-from fedveil.steps import InStep
+from fedveil.links.steps import InStep
 from hostile.attacks import BYTES, Attack, Scene, inf, nan
 from toys import Tamper, linear_task
 
@@ -263,7 +263,7 @@ def test_a_payload_cannot_claim_more_records_than_anybody_has(name):
 
 
 def test_the_codecs_here_are_all_that_are_not_raw():
-    modules = {f"fedveil.updates.{name}" for name in ("compress", "tofu", "fedsynth")}
+    modules = {f"fedveil.codecs.{name}" for name in ("half", "qsgd", "topk", "tofu", "fedsynth")}
     known = {name for name, codec in fv.Codec.registry.items() if codec.__module__ in modules}
     assert {codec.name for codec in CODECS.values()} == known
 

@@ -17,19 +17,20 @@ import torch
 from torch import Tensor, nn
 
 import fedveil as fv
-from fedveil import message, recipe
-from fedveil.clients import Reply
+from fedveil.codecs.fedage import FedAge
+from fedveil.core import message
+from fedveil.core.clients import Reply
+from fedveil.core.message import KINDS
 from fedveil.data import from_tensors
-from fedveil.message import KINDS
-from fedveil.runs import newest
-from fedveil.server import ROOM, clamped
-from fedveil.surrogates.feddm import FedDm
-from fedveil.surrogates.fedlap import FedLap
-from fedveil.surrogates.sets import Surrogate
-from fedveil.updates.codespace import SPREAD
-from fedveil.updates.fedage import FedAge
+from fedveil.links.agreed import SPREAD
+from fedveil.methods.surrogates.feddm import FedDm
+from fedveil.methods.surrogates.fedlap import FedLap
+from fedveil.methods.surrogates.sets import Surrogate
+from fedveil.runs import recipe
+from fedveil.runs.folder import newest
+from fedveil.train.aggregators import ROOM, clamped
 from hostile.test_codecs import CODECS
-from surrogates.small import task_of
+from methods.surrogates.small import task_of
 from toys import Tamper, linear_task
 
 CULPRIT, CLIENTS = 2, 4

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import fedveil as fv
-from fedveil import message
-from fedveil.clients import Reply
-from fedveil.updates.codespace import Magnitude
-from fedveil.updates.fedage import Codes, FedAge
+from fedveil.codecs.fedage import Codes, FedAge
+from fedveil.core import message
+from fedveil.core.clients import Reply
+from fedveil.links.agreed import Magnitude
 from hostile.attacks import BYTES, Scene, inf, nan
 from toys import Tamper, linear_task
 

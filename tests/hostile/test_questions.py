@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import fedveil as fv
-from fedveil import message
-from fedveil.clients import Clients, Letter
+from fedveil.core import message
+from fedveil.core.clients import Clients, Letter
+from fedveil.core.message import Envelope, Refused, fields
 from fedveil.engines import Local
-from fedveil.message import Envelope, Refused, fields
-from fedveil.updates.down import Train
-from fedveil.updates.fair import TrainFair
-from fedveil.updates.scaffold import TrainControlled
+from fedveil.links.down import Train
+from fedveil.methods.qfedavg import TrainFair
+from fedveil.methods.scaffold import TrainControlled
 from hostile.attacks import BYTES, Scene, tensor_attacks
 from toys import linear_task
 
@@ -84,7 +84,7 @@ class Garbling(Local):
     """Damages the question to one client on its way."""
 
     def deliver(self, letters: Sequence[Letter], deadline: float | None):
-        nan = fv.message.pack(question_of(fv.FedAvg(), float("nan")))
+        nan = fv.core.message.pack(question_of(fv.FedAvg(), float("nan")))
         return super().deliver([replace(x, payload=nan) if x.client == CLIENT else x for x in letters], deadline)
 
 

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from fedveil import models
+from fedveil.core.seeds import Seed
 from fedveil.models.text import LSTM
-from fedveil.seeds import Seed
 
 MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fedveil import models
-from fedveil.seeds import Seed
+from fedveil.core.seeds import Seed
 
 
 def weights(model: nn.Module) -> torch.Tensor:

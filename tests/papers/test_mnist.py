@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fedveil as fv
-from fedveil import recipe
+from fedveil.runs import recipe
 
 pytestmark = [
     pytest.mark.slow,

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedveil as fv
-from fedveil import graphs, models
+from fedveil import models
 from fedveil.data import from_tensors
+from fedveil.gpu import graphs
 from fedveil.privacy.dpsgd import clipped_sum
 
 CLIP = 0.37

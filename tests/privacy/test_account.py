@@ -5,15 +5,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import fedveil as fv
-from fedveil.clients import Clients, Letter, Memory, Unanswered
+from fedveil.core.clients import Clients, Letter, Memory, Unanswered
+from fedveil.core.ledger import Ledger, Row
+from fedveil.core.message import Envelope, pack
 from fedveil.engines import Local as Engine
 from fedveil.engines import kept
-from fedveil.ledger import Ledger, Row
-from fedveil.message import Envelope, pack
+from fedveil.links.down import Held, Train
 from fedveil.privacy.account import Account, Tally
 from fedveil.privacy.accountant import Noised, epsilon
-from fedveil.runs import RunError, RunFolder
-from fedveil.updates.down import Held, Train
+from fedveil.runs.folder import RunError, RunFolder
 from toys import Tamper, linear_task
 
 LOCAL = fv.Local(lr=0.1, steps=3, batch=2)

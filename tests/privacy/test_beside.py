@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 import fedveil as fv
-from fedveil import recipe
 from fedveil.cli.jobs import Job
-from fedveil.cost import cost
 from fedveil.privacy.account import Account, Tally
 from fedveil.privacy.accountant import Noised, Skellam, epsilon
 from fedveil.report.folder import read
-from fedveil.runs import RunError
+from fedveil.runs import recipe
+from fedveil.runs.cost import cost
+from fedveil.runs.folder import RunError
 from shell import fv as shell
 from shell import good
 from toys import linear_task

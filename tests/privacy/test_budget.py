@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fedveil as fv
-from fedveil.clients import Clients, Letter, Unanswered
+from fedveil.core.clients import Clients, Letter, Unanswered
+from fedveil.core.message import Envelope, Refused, pack
 from fedveil.engines import kept
-from fedveil.message import Envelope, Refused, pack
+from fedveil.links.down import Train, TrainFull
 from fedveil.privacy.accountant import Noised, epsilon
-from fedveil.updates.down import Train, TrainFull
 from toys import linear_task
 
 TASK, CLIENT = linear_task(), 2

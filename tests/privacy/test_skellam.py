@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
 
-from fedveil.message import Refused
+from fedveil.core.message import Refused
 from fedveil.privacy import skellam
 from fedveil.privacy.skellam import EXACT, SumNoise, draw, rounded
 

@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedveil as fv
-from fedveil import recipe
-from fedveil.cost import cost
+from codec_tools import crowd_of
+from fedveil.core.federation import private_root
 from fedveil.engines import Local as Engine
-from fedveil.federation import private_root
 from fedveil.privacy import skellam
 from fedveil.privacy.account import Tally
 from fedveil.privacy.accountant import Noised, Skellam, epsilon
 from fedveil.privacy.dpsgd import WITHIN, normal
 from fedveil.privacy.users import UserLevel
+from fedveil.runs import recipe
+from fedveil.runs.cost import cost
 from toys import linear_task
-from updates.codecs import crowd_of
 
 LOCAL = fv.Local(lr=0.5, batch=3)
 SUM = UserLevel(noise=1.5, clip=0.2, delta=1e-2)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fedveil.ledger import Row
-from fedveil.runs import RunFolder
+from fedveil.core.ledger import Row
+from fedveil.runs.folder import RunFolder
 
 
 def one_round(number: int, accuracy: float | None, sent: int = 1000, **more: object) -> Row:

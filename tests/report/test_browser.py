@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fedveil.ledger import Row
+from fedveil.core.ledger import Row
 from fedveil.report import svg, write
 from fedveil.report.figures import Figure
 from report.audits import audited

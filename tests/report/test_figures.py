@@ -10,7 +10,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from fedveil.ledger import Ledger, Row
+from fedveil.core.ledger import Ledger, Row
 from fedveil.report.figures import COLOURS, curves, look, points, size, strip, svg
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedveil.ledger import Row
+from fedveil.core.ledger import Row
 from fedveil.report import write
 from report.audits import audited
 

@@ -16,17 +16,17 @@ import torch
 from msgspec.structs import replace as changed
 from torch import Tensor
 
-from fedveil import message
-from fedveil.clients import Letter, Reply
+from fedveil.codecs.fedage import Codes, FedAge
+from fedveil.codecs.fit import cosine
+from fedveil.core import message
+from fedveil.core.clients import Letter, Reply
+from fedveil.core.federation import Federation, Sampling, State
+from fedveil.core.seeds import Seed
+from fedveil.core.task import Task
 from fedveil.engines.local import Local
-from fedveil.federation import Federation, Sampling, State
-from fedveil.privacy.secagg import Masked, shapes
-from fedveil.seeds import Seed
-from fedveil.task import Task
-from fedveil.updates.codespace import Tuned
-from fedveil.updates.fedage import Codes, FedAge
-from fedveil.updates.fit import cosine
-from fedveil.updates.raw import FedAvg
+from fedveil.links.agreed import Tuned
+from fedveil.methods.fedavg import FedAvg
+from fedveil.privacy.secagg.protocol import Masked, shapes
 
 
 def direct(task: Task, codec: Tuned, payloads: Sequence[Any]) -> Tensor:

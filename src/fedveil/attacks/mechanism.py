@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from fedveil.attacks.roc import clopper_pearson, one_run
-from fedveil.clients import Crowd
+from fedveil.core.clients import Crowd
+from fedveil.core.federation import Federation, Method, Sampling, begin
+from fedveil.core.seeds import Seed
+from fedveil.core.task import Task
 from fedveil.data import Split
 from fedveil.engines.local import Local
-from fedveil.federation import Federation, Method, Sampling, begin
 from fedveil.privacy.account import Tally
 from fedveil.privacy.dpsgd import DpSgd, Gradients, Piece
-from fedveil.seeds import Seed
-from fedveil.task import Task
 
 LENGTH = 10.0  # a canary's gradient in clips: what is not clipped shows
 FIRST = 2.0**20  # a canary's input is -(FIRST + its number) everywhere, which no record's is

@@ -18,10 +18,10 @@ from torch.func import grad, vmap
 from fedveil.attacks.mechanism import Mechanism
 from fedveil.attacks.roc import Figures, Roc
 from fedveil.attacks.users import SumAudit
-from fedveil.ledger import Row
+from fedveil.core.ledger import Row
+from fedveil.core.seeds import Seed
+from fedveil.core.task import EVALUATION_BATCH, Task
 from fedveil.privacy.dpsgd import HELD
-from fedveil.seeds import Seed
-from fedveil.task import EVALUATION_BATCH, Task
 
 Score = Callable[[Task, Tensor, Tensor, Tensor], Tensor]  # weights [d], x, y of B records -> [B]: high is a member
 Tell = Callable[[str], object]

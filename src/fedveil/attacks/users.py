@@ -16,14 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedveil.attacks.roc import Roc
-from fedveil.privacy import masks, skellam
+from fedveil.codecs.raw import Update
+from fedveil.core.seeds import Seed
+from fedveil.privacy import skellam
 from fedveil.privacy.accountant import epsilon
 from fedveil.privacy.dpsgd import WITHIN
-from fedveil.privacy.masks import FixedPoint
-from fedveil.privacy.secagg import SecureSum
+from fedveil.privacy.secagg import masks
+from fedveil.privacy.secagg.masks import FixedPoint
+from fedveil.privacy.secagg.protocol import SecureSum
 from fedveil.privacy.users import UserLevel
-from fedveil.seeds import Seed
-from fedveil.updates.codec import Update
 
 PLACES = 8  # entries of the audited updates; elsewhere they would be zero, and noise there tells nothing
 

@@ -13,15 +13,15 @@ import msgspec
 import typer
 from rich.table import Table
 
-from fedveil import graphs
 from fedveil.cli import show
 from fedveil.cli.jobs import Job
 from fedveil.cli.options import Format, Shown, argument, option
 from fedveil.cli.progress import LINE_EVERY
 from fedveil.cli.shell import err, out, say
-from fedveil.federation import private_root
-from fedveil.runs import Saved
-from fedveil.seeds import Seed
+from fedveil.core.federation import private_root
+from fedveil.core.seeds import Seed
+from fedveil.gpu import graphs
+from fedveil.runs.folder import Saved
 
 if TYPE_CHECKING:
     from fedveil.attacks.mechanism import Mechanism

@@ -12,7 +12,7 @@ import click
 import typer
 
 import fedveil
-from fedveil import data, models, recipe
+from fedveil import data, models
 from fedveil.cli import records, show
 from fedveil.cli.jobs import Job, Where, choose, holds_run
 from fedveil.cli.options import (
@@ -38,12 +38,13 @@ from fedveil.cli.options import (
 )
 from fedveil.cli.progress import INTERRUPTED, Interrupt
 from fedveil.cli.shell import Plainly, out, say
-from fedveil.cost import cost as foretell
-from fedveil.federation import METHODS, learned_nothing, nothing_learned, settled_like
-from fedveil.message import Refused
-from fedveil.recipe import Recipe
-from fedveil.spelling import nearest
-from fedveil.updates.codec import Codec
+from fedveil.codecs.base import Codec
+from fedveil.core.federation import METHODS, learned_nothing, nothing_learned, settled_like
+from fedveil.core.message import Refused
+from fedveil.core.spelling import nearest
+from fedveil.runs import recipe
+from fedveil.runs.cost import cost as foretell
+from fedveil.runs.recipe import Recipe
 
 DEMO = [
     "digits/fedavg",

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import click
 import typer
 
-from fedveil import recipe
 from fedveil.cli import show
 from fedveil.cli.options import Format, Sets, Shown, argument, option
 from fedveil.cli.progress import INTERRUPTED, Watch
 from fedveil.cli.shell import err, say
-from fedveil.ledger import Row
+from fedveil.core.ledger import Row
+from fedveil.runs import recipe
 
 if TYPE_CHECKING:
     from fedveil.engines.claims import Seat

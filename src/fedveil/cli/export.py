@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from fedveil import recipe
 from fedveil.cli import show
 from fedveil.cli.options import DataDir, Fetch, Format, Sets, Shown, argument, option
 from fedveil.cli.shell import say
+from fedveil.runs import recipe
 
 
 def export(
@@ -26,8 +26,8 @@ def export(
 
     Example: fedveil export digits/baffle-clear -o edge
     """
-    from fedveil.probes.baffle import Baffle
-    from fedveil.probes.export import export as write
+    from fedveil.methods.baffle.baffle import Baffle
+    from fedveil.methods.baffle.export import export as write
 
     plan = recipe.read(source, changes or ())
     if not isinstance(plan.method, Baffle):

@@ -17,9 +17,9 @@ from fedveil.cli.jobs import Job
 from fedveil.cli.options import Device, Format, Shown, argument, option
 from fedveil.cli.progress import LINE_EVERY
 from fedveil.cli.shell import err, out, say
-from fedveil.recipe import pick_device
-from fedveil.updates import autoencoder
-from fedveil.updates.autoencoder import Code, Pretraining
+from fedveil.codecs import autoencoder
+from fedveil.codecs.autoencoder import Code, Pretraining
+from fedveil.runs.recipe import pick_device
 
 DELTA = 1e-5
 
@@ -124,11 +124,11 @@ def attack(path: Annotated[Path, argument("DIR")], format: Shown = Format.table)
     Example: fedveil fedage attack runs/demo/digits-fedage
     """
     from fedveil.attacks.differential import expose, overheard
-    from fedveil.clients import Crowd
+    from fedveil.codecs.fedage import FedAge
+    from fedveil.core.clients import Crowd
+    from fedveil.core.seeds import Seed
+    from fedveil.methods.fedavg import FedAvg
     from fedveil.report.figures import densities, svg
-    from fedveil.seeds import Seed
-    from fedveil.updates.fedage import FedAge
-    from fedveil.updates.raw import FedAvg
 
     job = Job.held(path)
     method = job.recipe.method

@@ -16,18 +16,29 @@ import msgspec
 import torch
 
 import fedveil
-from fedveil import data, recipe
+from fedveil import data
 from fedveil.cli.progress import Watch
 from fedveil.cli.shell import BUG, say
+from fedveil.core.federation import NOTHING, Engine, Starved, begin, private_root
+from fedveil.core.ledger import Ledger
+from fedveil.core.message import Refused
+from fedveil.core.task import Task
 from fedveil.data.files import data_directory
 from fedveil.engines.local import ClientFailure, Local
-from fedveil.federation import NOTHING, Engine, Starved, begin, private_root
-from fedveil.ledger import Ledger
-from fedveil.message import Refused
 from fedveil.privacy.account import SPENT, Tally
-from fedveil.recipe import Recipe
-from fedveil.runs import DEPLOYED, RunError, RunFolder, Saved, environment, first_rows, newest, refuse_another, tallied
-from fedveil.task import Task
+from fedveil.runs import recipe
+from fedveil.runs.folder import (
+    DEPLOYED,
+    RunError,
+    RunFolder,
+    Saved,
+    environment,
+    first_rows,
+    newest,
+    refuse_another,
+    tallied,
+)
+from fedveil.runs.recipe import Recipe
 
 PICTURED = 5000  # clients of a split that is worth a picture
 

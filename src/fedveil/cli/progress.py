@@ -12,9 +12,9 @@ from types import FrameType
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-from fedveil import graphs
 from fedveil.cli.shell import err
-from fedveil.ledger import Ledger, Row
+from fedveil.core.ledger import Ledger, Row
+from fedveil.gpu import graphs
 
 INTERRUPTED = 130
 LINE_EVERY = 5.0  # seconds, where stderr is no terminal

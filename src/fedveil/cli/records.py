@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedveil import message
-from fedveil.message import KINDS, SERVER, Record, Refused
-from fedveil.runs import Checkpoint, read_checkpoint
+from fedveil.core import message
+from fedveil.core.message import KINDS, SERVER, Record, Refused
+from fedveil.runs.folder import Checkpoint, read_checkpoint
 
 
 def opened(raw: bytes) -> tuple[dict[str, Any], list[tuple[str, Record]]]:

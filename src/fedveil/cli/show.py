@@ -13,7 +13,7 @@ from rich.table import Table
 from fedveil.cli.jobs import Job
 from fedveil.cli.options import Format
 from fedveil.cli.shell import out
-from fedveil.ledger import figure
+from fedveil.core.ledger import figure
 
 
 def as_json(value: Any) -> None:

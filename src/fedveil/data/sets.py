@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fedveil.core.spelling import check_options, unknown
 from fedveil.data import files
-from fedveil.spelling import check_options, unknown
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from fedveil.core.seeds import Seed
+from fedveil.core.spelling import check_options, unknown
 from fedveil.data.sets import Data
-from fedveil.seeds import Seed
-from fedveil.spelling import check_options, unknown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -19,18 +19,18 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 import fedveil
-from fedveil import recipe
-from fedveil.clients import Clients
+from fedveil.core.clients import Clients
+from fedveil.core.ledger import Row
+from fedveil.core.seeds import Seed
 from fedveil.data import Data
 from fedveil.deploy import keys
 from fedveil.engines import flower
 from fedveil.engines.claims import Claims
-from fedveil.ledger import Row
 from fedveil.privacy.account import SPENT
-from fedveil.privacy.identity import Identities
-from fedveil.recipe import Recipe
-from fedveil.runs import DEPLOYED, RunError, RunFolder, environment
-from fedveil.seeds import Seed
+from fedveil.privacy.secagg.identity import Identities
+from fedveil.runs import recipe
+from fedveil.runs.folder import DEPLOYED, RunError, RunFolder, environment
+from fedveil.runs.recipe import Recipe
 
 Load = Callable[[int | None, int], Data]
 

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fedveil import message, recipe
-from fedveil.cost import Turn
+from fedveil.core import message
+from fedveil.core.forecast import Turn
 from fedveil.data import Data
 from fedveil.data.splits import Share
-from fedveil.recipe import Recipe
-from fedveil.runs import write
+from fedveil.runs import recipe
+from fedveil.runs.folder import write
+from fedveil.runs.recipe import Recipe
 
 if TYPE_CHECKING:
-    from fedveil.task import Task
+    from fedveil.core.task import Task
 
 SLACK = 1 << 16  # bytes; Flower's envelope around a frame has some hundred, its other requests a few thousand
 

@@ -24,16 +24,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from fedveil import recipe
+from fedveil.core.federation import METHODS
+from fedveil.core.ledger import Ledger, Row
 from fedveil.data.files import data_directory
 from fedveil.deploy import keys
 from fedveil.deploy.scaffold import ABSENT
 from fedveil.engines.claims import Roster, Seat
-from fedveil.federation import METHODS
-from fedveil.ledger import Ledger, Row
+from fedveil.methods.fedavg import FedAvg
 from fedveil.privacy.account import SPENT
-from fedveil.recipe import Recipe
-from fedveil.updates.raw import FedAvg
+from fedveil.runs import recipe
+from fedveil.runs.recipe import Recipe
 
 NAME = "rehearsal"  # of the connection in Flower's configuration
 START = 90.0  # seconds for a process to listen or a command to be done

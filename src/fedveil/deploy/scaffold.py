@@ -10,8 +10,8 @@ from importlib import resources
 from pathlib import Path
 
 from fedveil import data
-from fedveil.federation import begin
-from fedveil.recipe import Recipe
+from fedveil.core.federation import begin
+from fedveil.runs.recipe import Recipe
 
 ABSENT = "Flower is not installed; run: pip install 'fedveil[flower]'"
 COPIED = ("README.md", "pyproject.toml", "app/__init__.py", "app/server.py", "app/client.py", "app/data.py")

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from fedveil import message
-from fedveil.clients import Clients, Spent
-from fedveil.message import Envelope, Folded, Record, Refused
-from fedveil.privacy.secagg import Secrets
-from fedveil.runs import Remembered, digested, undigested, unfold, write
+from fedveil.core import message
+from fedveil.core.clients import Clients, Spent
+from fedveil.core.message import Envelope, Folded, Record, Refused
+from fedveil.privacy.secagg.protocol import Secrets
+from fedveil.runs.folder import Remembered, digested, undigested, unfold, write
 
 Plain = bool | int | float | str | None
 Entries = list[tuple[int, int, Record]]

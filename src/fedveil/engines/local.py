@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from fedveil import graphs
-from fedveil.clients import Clients, Letter, Reply
-from fedveil.graphs import one_thread
-from fedveil.message import KINDS
-from fedveil.task import Task
+from fedveil.core.clients import Clients, Letter, Reply
+from fedveil.core.message import KINDS
+from fedveil.core.task import Task
+from fedveil.gpu import graphs
+from fedveil.gpu.graphs import one_thread
 
 # On a CPU a step of a small model costs mostly its dispatch, which threads take turns at: one worker with all clients
 # in one stack is fastest. A step of a larger one costs arithmetic, which grouped kernels do no faster than plain ones:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from fedveil.seeds import Seed
-from fedveil.spelling import unknown
+from fedveil.core.seeds import Seed
+from fedveil.core.spelling import unknown
 
 from .convnets import VGG13, BaffleLeNet, ConvNet, DigitsCNN, FedAgeCNN, LeNet5, McMahanCNN
 from .resnet import WRN10_2

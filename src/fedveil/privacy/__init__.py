@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedveil.privacy.identity import Identities
-from fedveil.privacy.secagg import SecureSum, Sum
+from fedveil.privacy.secagg.identity import Identities
+from fedveil.privacy.secagg.protocol import SecureSum, Sum
 
 __all__ = ["Identities", "SecureSum", "Sum"]

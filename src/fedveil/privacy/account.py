@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from fedveil.message import Refused
+from fedveil.core.message import Refused
 from fedveil.privacy.accountant import ACCOUNTANTS, TIGHTENED, Noised, Skellam, Steps, epsilon, least_noise
 
 ADD_REMOVE = "add/remove"

@@ -21,14 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedveil import graphs
-from fedveil.clients import Crowd
-from fedveil.graphs import Loop
-from fedveil.privacy import masks, skellam
+from fedveil.core.clients import Crowd
+from fedveil.core.seeds import Seed
+from fedveil.core.task import Task
+from fedveil.gpu import graphs
+from fedveil.gpu.graphs import Loop
+from fedveil.privacy import skellam
 from fedveil.privacy.account import AUTO, Account, Promise
 from fedveil.privacy.accountant import Noised, Skellam, Steps
-from fedveil.seeds import Seed
-from fedveil.task import Task
+from fedveil.privacy.secagg import masks
 
 NOISE = 1 << 22  # numbers of noise that are held at once, a client
 AHEAD = {"cpu": 1, "cuda": 8}  # clients whose streams are made before they are moved, which waits for a busy GPU

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedveil.message import Refused
-from fedveil.privacy.masks import key_stream
+from fedveil.core.message import Refused
+from fedveil.privacy.secagg.masks import key_stream
 
 EXACT = 1024.0  # variance up to which every probability is tabulated
 DEVIATIONS = 12  # beyond which the probability is below 2^-90 and no value is drawn

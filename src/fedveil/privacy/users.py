@@ -25,14 +25,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedveil.clients import Crowd
+from fedveil.core.clients import Crowd
+from fedveil.core.seeds import Seed
+from fedveil.core.task import Task
 from fedveil.privacy.account import Account, Promise
 from fedveil.privacy.accountant import Noised, Skellam, epsilon
 from fedveil.privacy.dpsgd import clipped, normal
-from fedveil.privacy.secagg import SecureSum
+from fedveil.privacy.secagg.protocol import SecureSum
 from fedveil.privacy.skellam import SumNoise, rounded
-from fedveil.seeds import Seed
-from fedveil.task import Task
 
 TAIL = 8.0  # deviations of a client's noise that fixed point has room for; beyond is one number in 10^15
 RELATIONS = {"replacement": 2, "zero-out": 1}  # clips that neighbours lie apart

@@ -19,7 +19,7 @@ from matplotlib.image import imsave
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
 from torch import Tensor
 
-from fedveil.ledger import Ledger
+from fedveil.core.ledger import Ledger
 
 # From Okabe and Ito's colours and Paul Tol's: apart for colour-blind eyes, 3:1 and better against white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#332288")

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fedveil.ledger import Ledger
+from fedveil.core.ledger import Ledger
 from fedveil.report.figures import points
-from fedveil.runs import tallied
+from fedveil.runs.folder import tallied
 
 if TYPE_CHECKING:
     from fedveil.attacks.membership import Audit

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedveil import __version__
-from fedveil.ledger import Ledger, Row
+from fedveil.core.ledger import Ledger, Row
 from fedveil.report.figures import look, size
 from fedveil.report.folder import Run
 from fedveil.report.leaks import attacks, audits, privacy, sums

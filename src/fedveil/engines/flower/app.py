@@ -11,12 +11,12 @@ from pathlib import Path
 from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 
-from fedveil.clients import Clients, Letter, Reply, Unanswered
+from fedveil.core.clients import Clients, Letter, Reply, Unanswered
+from fedveil.core.message import Refused
+from fedveil.core.task import Task
 from fedveil.engines import kept
 from fedveil.engines.flower import wire
-from fedveil.graphs import one_thread
-from fedveil.message import Refused
-from fedveil.task import Task
+from fedveil.gpu.graphs import one_thread
 
 Make = Callable[[Context], Clients]
 _log = logging.getLogger("fedveil")

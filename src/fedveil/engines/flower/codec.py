@@ -11,12 +11,12 @@ from flwr.app import ArrayRecord, Context, Message, MessageType
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import Tensor
 
-from fedveil import message
+from fedveil.codecs.base import Codec
+from fedveil.core import message
+from fedveil.core.message import Envelope, Refused
+from fedveil.core.seeds import Seed
+from fedveil.core.task import Task
 from fedveil.engines.flower import wire
-from fedveil.message import Envelope, Refused
-from fedveil.seeds import Seed
-from fedveil.task import Task
-from fedveil.updates.codec import Codec
 
 _log = logging.getLogger("fedveil")
 

@@ -12,11 +12,11 @@ from typing import Any
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from fedveil.clients import Clients, Letter, Reply
+from fedveil.core.clients import Clients, Letter, Reply
+from fedveil.core.message import Refused
 from fedveil.engines import kept
 from fedveil.engines.claims import Claims
 from fedveil.engines.flower import wire
-from fedveil.message import Refused
 
 LEARNING = 60.0  # seconds a node has to say which client it is
 TOLD_EVERY = 5.0  # seconds

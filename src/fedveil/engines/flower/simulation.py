@@ -20,11 +20,11 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fedveil import recipe
-from fedveil.clients import Clients
+from fedveil.core.clients import Clients
+from fedveil.core.seeds import Seed
 from fedveil.engines.flower.grid import Flower, note
 from fedveil.engines.local import cores
-from fedveil.seeds import Seed
+from fedveil.runs import recipe
 
 ENDING = 60.0  # seconds for Flower's threads to end; a client that is still at work is waited for
 PATIENCE = 12 * 3600.0  # seconds; a simulated client may take its time, and Flower keeps no message for longer

@@ -10,9 +10,9 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.serde import message_to_proto
 
 import fedveil
-from fedveil import message as frames
-from fedveil.clients import Reply
-from fedveil.message import Refused
+from fedveil.core import message as frames
+from fedveil.core.clients import Reply
+from fedveil.core.message import Refused
 
 OURS = "fedveil"  # the record that holds a question or an answer
 KEPT = "fedveil-kept"  # in a simulation, the record that holds what the client keeps

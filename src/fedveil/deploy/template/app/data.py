@@ -4,7 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import fedveil
-from fedveil import Data, Seed, recipe
+from fedveil import Data, Seed
+from fedveil.runs import recipe
 
 
 def load(partition: int | None, partitions: int) -> Data:

@@ -1,0 +1,1 @@
+"""How an update looks on the wire."""

@@ -1,0 +1,84 @@
+"""Update codecs: what an update looks like on the wire. Any of them goes up, down, or both ways.
+
+A codec turns updates at weights `w` into payloads and payloads back into updates, with one `decode` for both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fedveil.core.clients import Crowd
+from fedveil.core.federation import Answers, Cohort
+from fedveil.core.forecast import Work
+from fedveil.core.message import Answer, Refused, Size
+from fedveil.core.seeds import Seed
+from fedveil.core.task import Task
+
+
+class Codec:
+    """A frozen dataclass of settings with `encode` and `decode`. One that states a `name` is entered in the `registry`.
+
+    reference: what a down message is relative to. "last": the weights of the round before, so that everyone applies the
+               decoded step and stays in step. "init": the initial weights, which everyone can draw.
+    """
+
+    name: ClassVar[str]
+    payload: ClassVar[type[Answer]]
+    reference: ClassVar[str] = "last"
+    downward: ClassVar[bool] = True  # whether the server, which has no data and is one, can use it
+    needs: ClassVar[tuple[str, ...]] = ()  # of the model, by the names in `task.WAYS_OUT`
+    registry: ClassVar[dict[str, type[Codec]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        if "name" in cls.__dict__:
+            cls.registry[cls.name] = cls
+
+    def of(self, client: int) -> Codec:
+        """The codec a client uses: this one, unless clients differ."""
+        return self
+
+    def refuse(self, task: Task) -> None:
+        """Raise a ValueError if the codec cannot work on this task."""
+
+    @property
+    def peeks(self) -> str:
+        """Which settings would keep `encode` from looking at a client's records again; none where it does not look."""
+        return ""
+
+    def sizes(self, task: Task) -> Mapping[str, Size]:
+        """What the dimension names of the payload stand for."""
+        return task.sizes
+
+    def work(self) -> Work:
+        """What encoding one update takes of a client."""
+        return Work()
+
+    def check(self, task: Task, payload: Any) -> None:
+        """Raise `Refused` for a payload that fits its schema and still cannot be decoded."""
+
+    def exhibit(self, payload: Any) -> tuple[str, Tensor, Tensor] | None:
+        """What a payload holds that can be looked at: a name, images [N, channels, height, width], labels [N, K]."""
+        return None
+
+    def encode(self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], crowd: Crowd | None) -> list[Any]:
+        """Updates [C, d] at `w` [C, d] -> C payloads. `crowd` is None on the server, which has no data of its own."""
+        raise NotImplementedError
+
+    def decode(self, task: Task, w: Tensor, payloads: Sequence[Any]) -> Tensor:
+        """C payloads at `w` [C, d] -> updates [C, d]."""
+        raise NotImplementedError
+
+
+def decodable(up: Codec, answers: Answers, cohort: Cohort) -> dict[int, Any]:
+    """The payloads that can be decoded, by client; others are refused by name."""
+    usable = {}
+    for client, payload in answers.items():
+        try:
+            up.of(client).check(cohort.task, payload)
+            usable[client] = payload
+        except Refused as error:
+            cohort.refuse(client, error)
+    return usable

@@ -1,0 +1,30 @@
+"""What a client's turn in a round will cost, before anything is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One client in one round to come."""
+
+    client: int
+    records: int  # n_k
+    round: int
+    rounds: int
+    missed: int  # rounds since the client took part; since the first one if it never did
+    cohort: tuple[int, ...] = ()  # all who take part in the round
+    largest: int = 1  # the most records that any client may have
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a turn takes besides messages. Works that follow each other are added."""
+
+    passes: int = 0  # records run forward and backward
+    vectors: int = 3  # of the weights' size, held at once: weights, gradient, update
+    held: int = 1  # records whose activations are held at once
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.passes + other.passes, max(self.vectors, other.vectors), max(self.held, other.held))

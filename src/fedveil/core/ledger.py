@@ -1,0 +1,174 @@
+"""What a run cost and what came of it: a row a round, written as it happens."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fedveil.core.task import Task
+    from fedveil.privacy.account import Tally
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """One stage of a secure sum: its name, how many clients were asked and answered, and its bytes."""
+
+    stage: str
+    asked: int
+    answered: int
+    up: int
+    down: int
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """One round. Bytes are of encoded frames, counted as they were handed to the engine or came from it."""
+
+    round: int
+    cohort: list[int]  # the clients drawn
+    up: dict[str, int] = {}  # bytes by client
+    down: dict[str, int] = {}
+    wire_up: int = 0  # bytes of the engine's own messages around those frames; 0 where nothing is sent
+    wire_down: int = 0
+    secure: list[Stage] = []  # of a secure sum; its bytes are in `up` and `down` too
+    missing: dict[str, str] = {}  # client -> why there was no answer to use
+    events: list[str] = []  # what else happened: strangers, duplicates, a quorum not reached
+    metrics: dict[str, float] = {}  # accuracy, loss and what the method noted
+    passes: int = 0  # records run forward and backward by the clients, in simulation
+    epsilon: float | None = None
+    noise: float | None = None  # σ, of which this ε is
+    relation: str | None = None  # the neighbours for which this ε holds
+    colluders: int | None = None  # clients without whose noise it holds, where clients share the noise of a sum
+    seconds: float = 0.0
+
+    def count_up(self, client: int, size: int) -> None:
+        self.up[str(client)] = self.up.get(str(client), 0) + size
+
+    def count_down(self, client: int, size: int) -> None:
+        self.down[str(client)] = self.down.get(str(client), 0) + size
+
+    @property
+    def bytes_up(self) -> int:
+        return sum(self.up.values())
+
+    @property
+    def bytes_down(self) -> int:
+        return sum(self.down.values())
+
+    @property
+    def protocol(self) -> list[Stage]:
+        """The stages that a secure sum adds: all but the one in which the vectors themselves travel."""
+        return [each for each in self.secure if each.stage != "masked"]
+
+
+@dataclass
+class Ledger:
+    """The rows of a run; with a file, each is appended to it as one JSON line.
+
+    tally: what was charged, where it is known; from it the summary has a tighter ε beside the one that is charged
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    file: io.BufferedWriter | None = None
+    tally: Tally | None = field(default=None, compare=False, repr=False)
+
+    def append(self, row: Row) -> None:
+        """Enter a round. Its ε is never below that of the round before: nothing takes back what was released."""
+        if self.rows and (before := self.rows[-1].epsilon) is not None:
+            row.epsilon = max(before, row.epsilon or 0.0)
+        self.rows.append(row)
+        if self.file:
+            self.file.write(msgspec.json.encode(row) + b"\n")
+            self.file.flush()
+
+    @staticmethod
+    def read(path: Path) -> Ledger:
+        """The rows of a `ledger.jsonl`; a last line that was cut off by a kill is left out."""
+        rows = []
+        for line in path.read_bytes().splitlines(keepends=True):
+            if line.endswith(b"\n"):
+                try:
+                    rows.append(msgspec.json.decode(line, type=Row))
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    raise ValueError(f"{path} line {len(rows) + 1} is not a ledger row: {error}") from None
+        return Ledger(rows)
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """Rounds and values of one metric, where it was measured."""
+        seen = [(row.round, row.metrics[name]) for row in self.rows if name in row.metrics]
+        return [r for r, _ in seen], [v for _, v in seen]
+
+    def summary(self, method: str) -> dict[str, Any]:
+        """The figures of `--format json`."""
+        _, accuracy = self.series("accuracy")
+        _, loss = self.series("loss")
+        charged = next((row for row in reversed(self.rows) if row.epsilon is not None), None)
+        up, asked = sum(row.bytes_up for row in self.rows), sum(len(row.up) for row in self.rows)
+        return {
+            "method": method,
+            "rounds": len(self.rows),
+            "accuracy": accuracy[-1] if accuracy else None,
+            "accuracy_last3": sum(accuracy[-3:]) / len(accuracy[-3:]) if accuracy else None,
+            "loss": loss[-1] if loss else None,
+            "bytes_up": up,
+            "bytes_down": sum(row.bytes_down for row in self.rows),
+            "protocol_up": sum(each.up for row in self.rows for each in row.protocol),
+            "protocol_down": sum(each.down for row in self.rows for each in row.protocol),
+            "wire_up": sum(row.wire_up for row in self.rows) or None,
+            "wire_down": sum(row.wire_down for row in self.rows) or None,
+            "bytes_up_per_client_round": up / asked if asked else 0.0,
+            "clients_failed": sum(len(row.missing) for row in self.rows),
+            "passes": sum(row.passes for row in self.rows),
+            "epsilon": charged and charged.epsilon,
+            "epsilon_pld": self.tally.tightened(charged.epsilon or 0.0) if self.tally and charged else None,
+            "noise": charged and charged.noise,
+            "relation": charged and charged.relation,
+            "colluders": charged and charged.colluders,
+            "seconds": sum(row.seconds for row in self.rows),
+        }
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished (or stopped) run."""
+
+    method: str
+    weights: Tensor  # [d]
+    ledger: Ledger
+    task: Task
+    stopped: str = "rounds"  # why it ended: rounds, target, budget (of differential privacy) or interrupt
+
+    @property
+    def accuracy(self) -> float:
+        """Test accuracy when it was last measured; not a number where none was."""
+        accuracy = self.summary()["accuracy"]
+        return math.nan if accuracy is None else float(accuracy)
+
+    def summary(self) -> dict[str, Any]:
+        return self.ledger.summary(self.method)
+
+    def table(self) -> str:
+        """The summary as a small table of text."""
+        rows = [(key.replace("_", " "), figure(value)) for key, value in self.summary().items() if value is not None]
+        width = max(len(key) for key, _ in rows)
+        return "\n".join(f"{key:<{width}}  {value}" for key, value in rows)
+
+    def plot(self) -> Figure:
+        """Test accuracy against rounds and against bytes sent by clients."""
+        from fedveil.report.figures import curves
+
+        return curves({self.method: self.ledger})
+
+
+def figure(value: Any) -> str:
+    """A number with six significant digits at least, and separators."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1e6 else f"{value:,.6g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,1 @@
+"""How weights reach the clients, and how their codes are averaged without decoding each."""

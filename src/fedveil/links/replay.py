@@ -1,0 +1,47 @@
+"""The way down in a few scalars: clients regrow the server's step from a key and the K coefficients behind it.
+
+Both sides take the very same step, server optimiser and all, and are kept in step (`fedveil.links.steps`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+from msgspec import Meta
+from torch import Tensor
+
+from fedveil.core import message
+from fedveil.core.message import Record, Shape
+from fedveil.core.task import Task
+from fedveil.links.steps import Steps
+from fedveil.train.optimizers import ServerState
+
+Key = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+@message.kind(52)
+class Step(Record, frozen=True):
+    """A step of the server: the gradient is Σ c_k z_k, with directions z_k of this key."""
+
+    key: Key
+    coefficients: Annotated[Tensor, Shape(("directions",))]
+
+
+def replay(
+    begin: Callable[[Task], ServerState], take: Callable[[Task, ServerState, Step], ServerState], most: int
+) -> Steps:
+    """Steps that `take` takes from the state of `begin`, of at most so many coefficients."""
+
+    def read(task: Task, frame: bytes) -> Step:
+        step, _ = message.unframe(frame, {Step.kind: Step}, message.size_limit(Step, {"directions": most}))
+        assert isinstance(step, Step)
+        message.check(step, {"directions": min(step.coefficients.numel(), most)})
+        return step
+
+    return Steps(begin, read, take)
+
+
+def longest(most: int) -> int:
+    """The bytes of a step of so many coefficients."""
+    return message.size(message.blank(Step, {"directions": most})) + 8  # a key is 9 bytes, not 1

@@ -1,0 +1,40 @@
+"""FedSGD: clients send one gradient over all their records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedveil.core.clients import Crowd
+from fedveil.core.federation import About
+from fedveil.core.forecast import Turn, Work
+from fedveil.methods.fedavg import FedAvg, raw_about
+from fedveil.train.local import full_gradient, full_work
+
+
+@dataclass(frozen=True)
+class FedSGD(FedAvg):
+    """One gradient over all of a client's records; `server.lr` is the step (McMahan et al. 2017, section 2)."""
+
+    name: ClassVar[str] = "fedsgd"
+    about: ClassVar[About] = raw_about(
+        "Clients send the gradient over all their records; the server takes one step.",
+        "the negative gradient (d floats) and the record count n_k",
+        "McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017",
+    )
+
+    def update(self, crowd: Crowd, w: Tensor) -> Tensor:
+        if not self.privacy:
+            return -full_gradient(crowd, w)[0]
+        (batch, steps), weights = self.private_steps(crowd.task.largest), w.expand(len(crowd), -1)
+        gradient = self.privacy.gradients(crowd, weights, batch, [(steps, crowd.secrets("gradients"))])
+        crowd.passes += steps * gradient.records
+        return -gradient()
+
+    def private_steps(self, largest: int) -> tuple[int, int]:
+        return largest, 1  # all records, over the most there may be
+
+    def training(self, turn: Turn) -> Work:
+        return full_work(turn.records)

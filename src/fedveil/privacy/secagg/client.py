@@ -1,0 +1,338 @@
+"""The clients' side of the secure sum: what a client gives away, and above all what it refuses to.
+
+Its secrets are made anew for every round by the operating system and forgotten with it. Each stage is answered once, in
+order. Only a client that has not unmasked in this round begins anew when asked to (a server that was killed comes back
+and asks again), with other secrets, and then masks the answer to the same question only.
+
+Nothing that a client does at the masked stage depends on its records in a way that the server can see. Where there is
+no vector to mask, because training failed or gave a value that is no number, it masks zeros.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from fedveil.core import message
+from fedveil.core.clients import ABOUT_QUESTIONS, OWN_NOTE
+from fedveil.core.message import Answer, Question, Refused
+from fedveil.privacy import skellam
+from fedveil.privacy.secagg import graph, masks, shamir
+from fedveil.privacy.secagg.masks import KEY, FixedPoint, Vector
+from fedveil.privacy.secagg.protocol import (
+    NONCE,
+    SEALED,
+    Advertise,
+    Advertised,
+    Agree,
+    Agreed,
+    Context,
+    Deal,
+    Dealt,
+    Mask,
+    Masked,
+    Secrets,
+    SecureSum,
+    Share,
+    Shared,
+    Unmask,
+    Unmasked,
+    digest,
+    listed,
+    rows,
+    tensor,
+)
+from fedveil.privacy.secagg.shamir import SHARE
+
+if TYPE_CHECKING:
+    from fedveil.core.clients import Crowd
+
+NOTE = OWN_NOTE  # the secrets of the round. The others are no secrets, and a client that restarts finds them again:
+OVER = f"{OWN_NOTE}: unmasked"  # it must not unmask twice,
+BASIS = f"{OWN_NOTE}: basis"  # nor mask the answers to two questions
+PENDING = f"{OWN_NOTE}: memory"  # what it will remember once it has unmasked
+_log = logging.getLogger("fedveil")
+
+
+@dataclass(frozen=True)
+class Summand:
+    """Answers to the protocol's questions; `table` has the method's own, asked at the masked stage."""
+
+    how: SecureSum
+    table: Mapping[type[Question], Callable[[Crowd, Any], Sequence[Answer]]]
+
+    def advertise(self, crowd: Crowd, question: Advertise) -> list[Advertised]:
+        context = Context(crowd.run, crowd.round)
+        answers, notes = [], []
+        for client, note in zip(crowd.clients, crowd.notes, strict=True):
+            if OVER in note:
+                raise Refused("wrong stage", f"client {client} has unmasked a sum in round {crowd.round}")
+            note.pop(PENDING, None)
+            channel_key, mask_key, own = (secrets.token_bytes(KEY) for _ in range(3))
+            kept = Secrets("keys", channel_key, mask_key, own)
+            channel, mask = masks.public_key(channel_key), masks.public_key(mask_key)
+            signature = crowd.identities.sign(client, context.signed_keys(client, channel, mask))
+            answers.append(Advertised(tensor(channel), tensor(mask), tensor(signature)))
+            notes.append(kept)
+        return self._noted(crowd, notes, answers)
+
+    def share(self, crowd: Crowd, question: Share) -> list[Shared]:
+        ids, n = question.ids, len(question.ids)
+        if not self.how.quorum(n) <= question.quorum <= n:
+            raise Refused("bad set", f"{question.quorum} of {n} clients are to be enough; that protects too little")
+        if ids != sorted(set(ids)):
+            raise Refused("bad set", "the clients are not listed once each, in ascending order")
+        context = Context.of(crowd.run, crowd.round, ids, question.quorum)
+        t = self.how.threshold(n, question.quorum)
+        near = graph.neighbourhoods(tuple(ids), self.how.degree(n), crowd.seed)
+        point = {k: x for x, k in enumerate(ids, 1)}
+        session = digest(listed(ids), *(tensor_.numpy().tobytes() for tensor_ in (question.channel, question.mask)))
+        answers, notes = [], []
+        for client, kept in zip(crowd.clients, self._kept(crowd, "keys"), strict=True):
+            if client not in near:
+                raise Refused("bad set", f"client {client} advertised keys and is not listed")
+            holders = near[client]
+            keys = self._keys(crowd, context, client, kept, holders, question)
+            points = [point[k] for k in holders]
+            shares = [shamir.share(secret, t, points) for secret in (kept.own, kept.mask)]
+            both = {k: own + mask for k, own, mask in zip(holders, *shares, strict=True)}
+            others = [k for k in holders if k != client]
+            met = masks.exchange(kept.mask, (keys[k][1] for k in others))
+            opening, sealed = {}, []
+            for other, secret in zip(others, masks.exchange(kept.channel, (keys[k][0] for k in others)), strict=True):
+                opening[other] = context.seal_key(secret, other, client)
+                key, about = context.seal_key(secret, client, other), context.sealed_about(client, other)
+                sealed.append(masks.seal(key, secrets.token_bytes(NONCE), both[other], about))
+            marks = [context.marks(both[k], client, k) for k in holders]
+            mark = context.mark(kept.own, client)
+            answers.append(
+                Shared(tensor(b"".join(sealed), SEALED), tensor(b"".join(marks), len(marks[0])), tensor(mark))
+            )
+            notes.append(
+                replace(
+                    kept,
+                    stage="shares",
+                    channel=b"",
+                    mask=b"",
+                    ids=ids,
+                    quorum=question.quorum,
+                    session=session,
+                    holders=holders,
+                    channel_keys=opening,
+                    pairs=dict(zip(others, met, strict=True)),
+                    held={client: both[client]},
+                )
+            )
+        return self._noted(crowd, notes, answers)
+
+    def _keys(
+        self, crowd: Crowd, context: Context, client: int, kept: Secrets, holders: Sequence[int], question: Share
+    ) -> dict[int, tuple[bytes, bytes]]:
+        """The public keys of each neighbour, signed by it, all different, and the client's own as it sent them."""
+        if len(question.channel) != len(holders):
+            raise Refused("bad set", f"{len(question.channel)} keys came for {len(holders)} clients")
+        channel, mask, signatures = (rows(part) for part in (question.channel, question.mask, question.signatures))
+        if len({*channel, *mask}) < 2 * len(holders):
+            raise Refused("bad key", "a key is listed twice")
+        for other, *signed, signature in zip(holders, channel, mask, signatures, strict=True):
+            crowd.identities.verify(other, signature, context.signed_keys(other, *signed))
+        keys = dict(zip(holders, zip(channel, mask, strict=True), strict=True))
+        if keys[client] != (masks.public_key(kept.channel), masks.public_key(kept.mask)):
+            raise Refused("bad key", f"the keys listed for client {client} are not those it made")
+        return keys
+
+    def deal(self, crowd: Crowd, question: Deal) -> list[Dealt]:
+        """Open what neighbours sealed. Who cannot open a share says so before anybody masks, and has none to reveal."""
+        ids, answers, notes = question.ids, [], []
+        for client, kept in zip(crowd.clients, self._kept(crowd, "shares"), strict=True):
+            if ids != sorted({*ids} & {*kept.ids}) or client not in ids:
+                raise Refused(
+                    "bad set", "who shared is not among who advertised keys, each once, or this client is not"
+                )
+            dealers = [k for k in kept.holders if k in {*ids} and k != client]
+            if len(question.sealed) != len(dealers):
+                raise Refused("bad share", f"{len(question.sealed)} sealed shares came from {len(dealers)} neighbours")
+            context, held = self._context(crowd, kept), dict(kept.held)
+            for dealer, sealed, marks in zip(dealers, rows(question.sealed), rows(question.marks), strict=True):
+                both = masks.unseal(kept.channel_keys[dealer], sealed, context.sealed_about(dealer, client))
+                if both and context.marks(both, dealer, client) == marks:
+                    held[dealer] = both
+            answers.append(Dealt([k for k in dealers if k not in held]))
+            notes.append(replace(kept, stage="dealt", channel_keys={}, held=held, shared=ids))
+        return self._noted(crowd, notes, answers)
+
+    def mask(self, crowd: Crowd, question: Mask) -> list[Masked]:
+        table = {kind.kind: kind for kind in self.table}
+        if question.asked not in table:
+            raise Refused("wrong kind", f"answers to questions of kind {question.asked} are not summed")
+        all_kept, ids = self._kept(crowd, "dealt"), set(question.ids)
+        for client, kept in zip(crowd.clients, all_kept, strict=True):
+            t = self.how.threshold(len(kept.ids), kept.quorum)
+            if question.ids != sorted(ids & {*kept.shared}) or client not in ids:
+                raise Refused("bad set", "who dealt is not among who shared, each once, or this client is not")
+            if len(ids) < kept.quorum or len(ids.intersection(kept.holders)) < t:
+                raise Refused("bad set", f"{len(ids)} clients shared, {kept.quorum} are needed")
+        payload = question.question.numpy().data
+        inner = message.unpack(payload, table[question.asked])
+        message.check(inner, {**crowd.task.sizes, **inner.sizes()})
+        _check_memory(crowd)
+        bases = crowd.basis(inner.kind, payload)
+        for client, note, basis in zip(crowd.clients, crowd.notes, bases, strict=True):
+            if note.get(BASIS, basis) != basis:
+                told = f"client {client} has masked the answer to another question in round {crowd.round}"
+                raise Refused("wrong stage", told)
+        given, answers, notes = self._given(crowd, inner), [], []
+        for i, (client, kept) in enumerate(zip(crowd.clients, all_kept, strict=True)):
+            kind = type(given[i]) if given else type(inner).reply
+            fixed = self.how.fixed_point(len(kept.ids), kept.quorum, crowd.task.sizes, kind)
+            size = len(flat(given[i])) if given else question.elements - 2
+            if (size + 2, fixed.wide) != (question.elements, question.wide):
+                raise Refused("wrong shape", f"{question.elements} elements were asked for, there are {size + 2}")
+            vector = self._encoded(crowd, i, fixed, given[i] if given else None, size)
+            context = self._context(crowd, kept)
+            asked = context.asked(bases[i], question)
+            pairs = {k: context.pair_mask(s, asked, client, k) for k, s in kept.pairs.items() if k in ids}
+            added = [context.own_mask(kept.own, client), *(key for k, key in pairs.items() if k > client)]
+            masks.mask(vector, added, [key for k, key in pairs.items() if k < client])
+            answers.append(Masked(torch.from_numpy(vector.view(np.dtype(f"i{vector.itemsize}"))), tensor(asked)))
+            notes.append(replace(kept, stage="masked", shared=question.ids, asked=asked))
+        for note, basis, record in zip(crowd.notes, bases, crowd.kept or [None] * len(crowd), strict=True):
+            note[BASIS] = basis
+            note.update({PENDING: record} if record is not None else {})
+        crowd.kept = None
+        return self._noted(crowd, notes, answers)
+
+    def _given(self, crowd: Crowd, inner: Question) -> Sequence[Answer]:
+        """The clients' own answers; nothing where they fail, which is nobody else's business."""
+        try:
+            return self.table[type(inner)](crowd, inner)
+        except Exception as error:
+            told = isinstance(error, Refused) and error.reason in ABOUT_QUESTIONS
+            if told or crowd.debug or len(crowd) > 1:  # of a stack that fails, each client is asked again
+                raise
+            crowd.kept = None
+            self._zeroed(crowd, 0, error)
+            return ()
+
+    def _encoded(self, crowd: Crowd, i: int, fixed: FixedPoint, answer: Answer | None, size: int) -> Vector:
+        """A client's elements before they are masked, with its share of the noise."""
+        weight = 1 if fixed.heaviest == 1 else min(int(crowd.rows.counts[i]), fixed.heaviest)
+        noise, vector = self.how.noise, fixed.zeros(size, weight)
+        if answer is not None:
+            norm = skellam.rounded(fixed.half, size) if noise else None
+            draw = crowd.seeds("rounding")[i].numpy()
+            try:
+                vector = fixed.encode(flat(answer), getattr(answer, "records", 1), draw, norm)
+            except Refused as error:
+                self._zeroed(crowd, i, error)
+        if noise:
+            key = masks.derive(crowd.secrets("sum noise")[i].key, b"fedveil sum noise")
+            vector[:-2] += skellam.draw(key, fixed.variance, size).astype(fixed.dtype)
+        return vector
+
+    def _zeroed(self, crowd: Crowd, i: int, why: Exception) -> None:
+        """Tell whoever runs this client, and a simulation's ledger."""
+        told = f"client {crowd.clients[i]} masks zeros in round {crowd.round}: {type(why).__name__}: {why}"
+        _log.warning(told, exc_info=why if not isinstance(why, Refused) else None)
+        masked = crowd.figures.get("zeroed", [0.0] * len(crowd))
+        crowd.figures["zeroed"] = [1.0 if k == i else value for k, value in enumerate(masked)]
+
+    def agree(self, crowd: Crowd, question: Agree) -> list[Agreed]:
+        answers, notes = [], []
+        for client, kept in zip(crowd.clients, self._kept(crowd, "masked"), strict=True):
+            self._check_alive(crowd, client, kept, question.alive)
+            signed = self._context(crowd, kept).signed_set(kept.session, kept.asked, question.alive)
+            answers.append(Agreed(tensor(crowd.identities.sign(client, signed))))
+            notes.append(replace(kept, stage="agreement", alive=question.alive))
+        return self._noted(crowd, notes, answers)
+
+    def unmask(self, crowd: Crowd, question: Unmask) -> list[Unmasked]:
+        """Reveal shares, and remember what the masked vector left to remember: of a sum that is never unmasked nothing
+        stays."""
+        malicious = self.how.server == "malicious"
+        alive, gone = set(question.alive), set(question.gone)
+        answers = []
+        for client, kept in zip(crowd.clients, self._kept(crowd, "agreement" if malicious else "masked"), strict=True):
+            self._check_alive(crowd, client, kept, question.alive)
+            if alive & gone or len(gone) < len(question.gone):
+                raise Refused("bad set", "a client is named as left and as gone, or twice")
+            if sorted(alive | gone) != kept.shared:
+                raise Refused("bad set", "who is left and who is gone are not those who shared")
+            if malicious:
+                self._check_agreement(crowd, kept, question)
+            shares = self._reveal(kept, alive)
+            if len(shares) != question.holders:
+                raise Refused("bad set", f"{question.holders} shares are asked for, of {len(shares)} neighbours")
+            answers.append(Unmasked(tensor(b"".join(shares), SHARE)))
+        crowd.remember([note.pop(PENDING, None) for note in crowd.notes])
+        for note in crowd.notes:
+            note[OVER] = True
+        return self._noted(crowd, [Secrets("unmask") for _ in answers], answers)
+
+    def _check_alive(self, crowd: Crowd, client: int, kept: Secrets, alive: Sequence[int]) -> None:
+        if list(alive) != sorted({*alive} & {*kept.shared}) or client not in alive:
+            raise Refused("bad set", "who is left is not among who shared, each once, or this client is not")
+        if len(alive) < kept.quorum:
+            raise Refused("bad set", f"{len(alive)} clients are left, {kept.quorum} are needed")
+        if not graph.connected(tuple(kept.ids), self.how.degree(len(kept.ids)), crowd.seed, tuple(alive)):
+            raise Refused("bad set", "the masks of those who are left fall into parts, of which each has its own sum")
+
+    def _check_agreement(self, crowd: Crowd, kept: Secrets, question: Unmask) -> None:
+        """Enough of those who are left have signed the very set that this client signed, and were asked the same."""
+        if question.alive != kept.alive:
+            raise Refused("bad set", "who is left is not what this client signed")
+        signers = question.signers
+        if question.signatures is None or signers != sorted({*signers} & {*question.alive}):
+            raise Refused("bad set", "signatures are missing or not of clients who are left, each once")
+        if len(signers) < kept.quorum:
+            raise Refused("bad set", f"{len(signers)} clients signed who is left, {kept.quorum} are needed")
+        signed = self._context(crowd, kept).signed_set(kept.session, kept.asked, question.alive)
+        for signer, signature in zip(signers, rows(question.signatures), strict=True):
+            crowd.identities.verify(signer, signature, signed)
+
+    def _reveal(self, kept: Secrets, alive: set[int]) -> list[bytes]:
+        """A share of b of each who is left and of the mask key of each who is gone: never both of one client."""
+        dealers = [k for k in kept.holders if k in {*kept.shared}]
+        both = {k: kept.held.get(k, bytes(2 * SHARE)) for k in dealers}  # of whom it complained it has nothing
+        return [both[k][:SHARE] if k in alive else both[k][SHARE:] for k in dealers]
+
+    def _context(self, crowd: Crowd, kept: Secrets) -> Context:
+        return Context.of(crowd.run, crowd.round, kept.ids, kept.quorum)
+
+    def _kept(self, crowd: Crowd, stage: str) -> list[Secrets]:
+        """What each client keeps after `stage`, which must be the last one it answered."""
+        kept: list[Secrets] = crowd.recall(NOTE)
+        for client, secret in zip(crowd.clients, kept, strict=True):
+            if secret.stage != stage:
+                raise Refused("wrong stage", f"client {client} is at '{secret.stage}', the question follows '{stage}'")
+        return kept
+
+    def _noted(self, crowd: Crowd, notes: Sequence[Secrets], answers: list[Any]) -> list[Any]:
+        """Keep notes once the whole crowd has answered: of a crowd that fails, each client is asked again."""
+        for note, secret in zip(crowd.notes, notes, strict=True):
+            note[NOTE] = secret
+        return answers
+
+
+def _check_memory(crowd: Crowd) -> None:
+    """What a client remembers must say what of it is the server's, or that would not be bound into the masks."""
+    for record in crowd.memory:
+        if record is not None and record.common is None:
+            raise TypeError(
+                f"{type(record).__name__}, which clients remember, does not say which of its fields hold what the "
+                "server supplied; for secure sums set `common` to their names, or to () if there are none"
+            )
+
+
+def flat(answer: Answer) -> NDArray[np.float32]:
+    """All tensors of an answer as one vector."""
+    parts = [getattr(answer, name).reshape(-1) for name in message.fields(type(answer))]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).detach().cpu().float().numpy()

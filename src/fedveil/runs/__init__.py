@@ -1,0 +1,1 @@
+"""Recipes, run folders, and what a run costs."""

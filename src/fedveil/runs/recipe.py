@@ -1,0 +1,308 @@
+"""Recipes: everything that decides a run, as a TOML file or a built-in name such as `digits/fedavg`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from fedveil import data, models
+from fedveil.core.federation import Method, Sampling, settle
+from fedveil.core.seeds import Seed
+from fedveil.core.spelling import nearest
+from fedveil.core.task import LOSSES, Task
+from fedveil.data import Data
+from fedveil.methods.fedavg import FedAvg
+from fedveil.runs.folder import fingerprint
+from fedveil.runs.weights import load_weights
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """Data set, model and loss, by name; the options are those of the data set's and the model's own functions."""
+
+    data: str = "digits"
+    model: str = "digits-cnn"
+    loss: str = "cross-entropy"
+    weights: str | None = None  # where training begins: a run folder or an .npz file of layers, instead of a draw
+    data_options: dict[str, Any] = field(default_factory=dict)
+    model_options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise ValueError(f"task.loss is '{self.loss}'; use {' or '.join(LOSSES)}")
+
+
+@dataclass(frozen=True)
+class SplitSpec:
+    """How records are split over clients; the options are those of the kind."""
+
+    kind: str = "iid"  # iid, dirichlet, classes, shards or natural
+    clients: int = 10  # a natural split has as many as there are groups instead
+    alpha: float | None = None
+    classes: int | None = None
+    shards: int | None = None
+    least: int | None = None
+    most: int | None = None  # the public bound on a client's records
+    held: list[list[int]] | None = None  # the classes of each client, which are public; a classes split has its own
+
+    @property
+    def options(self) -> dict[str, Any]:
+        chosen = {name: getattr(self, name) for name in ("alpha", "classes", "shards", "least")}
+        return {name: value for name, value in chosen.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A run, before it begins."""
+
+    rounds: int = 20
+    seed: int = 0
+    evaluate_every: int = 1
+    target: float | None = None  # stop at this test accuracy
+    task: TaskSpec = field(default_factory=TaskSpec)
+    split: SplitSpec = field(default_factory=SplitSpec)
+    cohort: Sampling = field(default_factory=Sampling)
+    method: Method = field(default_factory=FedAvg)
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or self.evaluate_every < 1:
+            raise ValueError("rounds and evaluate_every are at least 1")
+        if self.target is not None and not 0 < self.target <= 1:
+            raise ValueError(f"target is {self.target:g}; it is a test accuracy above 0 and at most 1")
+
+    def build(self, directory: str | Path | None = None, fetch: bool = False, device: str = "cpu") -> Task:
+        """Load the data, split it and make the model; all randomness is from the recipe's seed."""
+        loaded = data.load(self.task.data, directory, fetch, **self.task.data_options)
+        return self.on(loaded, device)
+
+    def on(self, loaded: Data, device: str = "cpu") -> Task:
+        """The same with data that is loaded already."""
+        clients = None if self.split.kind == "natural" else self.split.clients
+        parts = data.split(self.split.kind, loaded, clients, Seed.root(self.seed), **self.split.options)
+        held = parts.held if self.split.held is None else self._held()
+        return self._task(loaded, dataclasses.replace(parts, most=self.split.most, held=held), device)
+
+    def _held(self) -> tuple[tuple[int, ...], ...] | None:
+        """The classes of each client, where the recipe says them."""
+        if self.split.held is None:
+            return None
+        if len(self.split.held) != self.split.clients:
+            raise ValueError(f"split.held lists {len(self.split.held)} clients, but there are {self.split.clients}")
+        return tuple(tuple(sorted(set(each))) for each in self.split.held)
+
+    def party(self, own: Data, client: int | None, device: str = "cpu") -> Task:
+        """The task of one party of a deployment: client `client` with its own records, or the server (None) with test
+        records only. Public are split.clients and split.most, and nothing else about who holds what."""
+        if self.split.most is None:
+            raise ValueError("split.most is not set; a deployment needs the most records that any client may hold")
+        if self.cohort.kind == "weighted":
+            raise ValueError("cohort.kind is 'weighted', but a server does not know who holds how much; use uniform")
+        share = data.Share.of(client, self.split.clients, len(own.x), self.split.most, self._held())
+        return self._task(own, share, device)
+
+    def _task(self, loaded: Data, parts: data.Split, device: str) -> Task:
+        model = models.build(self.task.model, loaded.input, loaded.classes, **self.task.model_options)
+        models.initialise(model, Seed.root(self.seed).child("weights"))
+        if self.task.weights is not None:
+            load_weights(model, Path(self.task.weights))
+        return Task(model, loaded, parts, loss=self.task.loss, device=pick_device(device))
+
+    def settled(self, task: Task) -> Recipe:
+        """The recipe with a number in place of a noise "auto"."""
+        return dataclasses.replace(self, method=settle(task, self.method, self.cohort, self.rounds, self.seed))
+
+    def fingerprint(self) -> bytes:
+        """What tells this recipe from others, but for how long the run goes on and how often it is evaluated."""
+        return fingerprint(dataclasses.replace(self, rounds=1, evaluate_every=1, target=None))
+
+    def toml(self) -> str:
+        """The recipe as TOML, every value spelled out; reading it gives the same recipe."""
+        return _toml(_table(self))
+
+
+def pick_device(name: str) -> str:
+    """`auto` is a GPU where there is one."""
+    if name not in ("auto", "cpu", "cuda") and not name.startswith("cuda:"):
+        raise ValueError(f"device '{name}' is not known; use auto, cpu or cuda")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' was asked for but PyTorch finds no GPU; use --device cpu")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+# ---------------------------------------------------------------------------------------------------- reading
+
+
+def names() -> list[str]:
+    """The built-in recipes."""
+    root = resources.files("fedveil") / "runs" / "recipes"
+    found = (
+        f"{d.name}/{f.name[:-5]}" for d in root.iterdir() if d.is_dir() for f in d.iterdir() if f.name.endswith(".toml")
+    )
+    return sorted(found)
+
+
+def read(source: str, changes: Iterable[str] = ()) -> Recipe:
+    """A recipe from a built-in name or a TOML file, with `key=value` changes on top."""
+    table = tables(source)
+    for change in changes:
+        key, found, value = change.partition("=")
+        if not found or not key:
+            raise ValueError(f"--set takes key=value, not '{change}'")
+        _put(table, key.strip().split("."), _value(value.strip()))
+    return parse(table)
+
+
+def parse(table: Mapping[str, Any]) -> Recipe:
+    """A recipe from nested tables. A wrong key or value is one sentence that names it."""
+    recipe: Recipe = _build(Recipe, table, "")
+    return recipe
+
+
+def tables(source: str, depth: int = 0) -> dict[str, Any]:
+    """The tables of a recipe, laid over those of the recipe it is `like`."""
+    own = source.endswith(".toml")
+    if own and not Path(source).is_file():
+        raise ValueError(f"there is no recipe file {source}")
+    if not own and source not in names():
+        raise ValueError(f"there is no recipe '{source}'{nearest(source, names()) or '; see fedveil list recipes'}")
+    file = Path(source) if own else resources.files("fedveil") / "runs" / "recipes" / f"{source}.toml"
+    try:
+        table = tomllib.loads(file.read_bytes().decode())
+    except ValueError as error:
+        raise ValueError(f"recipe {source} is not valid TOML: {error}") from None
+    base = table.pop("like", None)
+    if base is None:
+        return table
+    if not isinstance(base, str) or depth > 8:
+        raise ValueError(f"recipe {source}: 'like' names one other recipe, and never in a circle")
+    if base.endswith(".toml") if own else "/" not in base:
+        base = (Path(source).parent / base).as_posix()
+    return _over(tables(base, depth + 1), table)
+
+
+def _over(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in top.items():
+        old = merged.get(key)
+        merged[key] = _over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _put(table: dict[str, Any], path: list[str], value: Any) -> None:
+    for i, part in enumerate(path[:-1]):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ValueError(f"'{'.'.join(path[: i + 1])}' is a value, so it has no '{path[i + 1]}'")
+    table[path[-1]] = value
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _build(kind: type[Any], table: Any, path: str) -> Any:
+    """An instance of a dataclass from a table, field by field."""
+    if not isinstance(table, Mapping):
+        raise ValueError(f"'{path}' holds several keys ({', '.join(keys(kind))}); write '{path}.KEY'")
+    table = dict(table)
+    if hasattr(kind, "registry"):
+        what, registry = kind.__mro__[-2].__name__.lower(), kind.registry
+        name = str(table.pop("name", getattr(kind, "name", None)))
+        if name not in registry:
+            raise ValueError(f"there is no {what} '{name}'{nearest(name, registry)}")
+        kind = registry[name]
+    known, hints = keys(kind), typing.get_type_hints(kind)
+    given: dict[str, Any] = {}
+    for key, value in table.items():
+        where = f"{path}.{key}" if path else key
+        if key not in known:
+            raise ValueError(_lacking(kind, key, where) or f"unknown key '{where}'{nearest(key, known, path)}")
+        if under := section(kind, key):
+            given[key] = _build(under, value, where)
+            continue
+        try:
+            given[key] = msgspec.convert(value, hints[key])
+        except msgspec.ValidationError:
+            raise ValueError(f"'{where}' is {value!r}; it must be {_called(hints[key])}") from None
+        if isinstance(given[key], float) and not math.isfinite(given[key]):
+            raise ValueError(f"'{where}' is {value}; it must be a finite number")
+    return kind(**given)
+
+
+def _lacking(kind: type[Any], key: str, where: str) -> str:
+    """Of a key that others of the registry have: why this one has none, and whose it is."""
+    having = sorted(name for name, other in getattr(kind, "registry", {}).items() if key in keys(other))
+    if not having:
+        return ""
+    why = getattr(kind, "lacks", {}).get(key)
+    return f"{kind.name} has no '{where}'{f': {why}' if why else ''}; it is a key of {', '.join(having)}"
+
+
+def section(kind: type[Any], key: str) -> type[Any] | None:
+    """The class of a field that is a table of its own; of several possible ones that of the field's default."""
+    hint = typing.get_type_hints(kind)[key]
+    classes = [t for t in typing.get_args(hint) or (hint,) if isinstance(t, type)]
+    for found in classes:
+        if hasattr(found, "registry"):
+            default = next(f for f in dataclasses.fields(kind) if f.name == key)
+            if default.default_factory is not dataclasses.MISSING:
+                return type(default.default_factory())
+            return found
+        if dataclasses.is_dataclass(found):
+            return found
+    return None
+
+
+def keys(kind: type[Any]) -> list[str]:
+    """What can be set in a table of this class."""
+    return [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else ["name"]
+
+
+def _called(hint: Any) -> str:
+    """A type in a user's words."""
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    words |= {dict: "a table", list: "a list"}
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " or ".join(_called(t) for t in typing.get_args(hint) if t is not type(None))
+    if typing.get_origin(hint) is typing.Literal:
+        return " or ".join(json.dumps(value) for value in typing.get_args(hint))
+    return words.get(typing.get_origin(hint) or hint, str(hint))
+
+
+# ---------------------------------------------------------------------------------------------------- writing
+
+
+def _table(thing: Any) -> dict[str, Any]:
+    table: dict[str, Any] = {"name": thing.name} if hasattr(thing, "registry") else {}
+    for f in dataclasses.fields(thing):
+        value = getattr(thing, f.name)
+        table[f.name] = _table(value) if dataclasses.is_dataclass(value) else value
+    return table
+
+
+def _toml(table: Mapping[str, Any], path: str = "") -> str:
+    lines = [f"[{path}]"] if path else []
+    lines += [f"{k} = {_literal(v)}" for k, v in table.items() if v is not None and not isinstance(v, dict)]
+    parts = ["\n".join(lines)] if len(lines) > bool(path) else []
+    parts += [_toml(v, f"{path}.{k}" if path else k) for k, v in table.items() if isinstance(v, dict) and v]
+    return "\n\n".join(p.rstrip("\n") for p in parts) + "\n"
+
+
+def _literal(value: Any) -> str:
+    """A value in TOML, which reads JSON's except for one character and for pairs of surrogates."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,1 @@
+"""How a client trains, and how the server combines updates and takes a step."""

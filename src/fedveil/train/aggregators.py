@@ -1,0 +1,85 @@
+"""How the server combines updates, and clamps the numbers that clients state about themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from fedveil.core.federation import Answers, Cohort
+
+ROOM = 10.0  # how many times its cohort's median a client's number may be, and what part of it
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Updates [m, d] of m clients -> one update [d].
+
+    mean:    weighted by records
+    clip:    the same, after each update's norm is cut to `clip` (Sun et al. 2019)
+    median:  of every coordinate, unweighted (Yin et al. 2018)
+    trimmed: the mean of every coordinate without its `trim` share at either end, unweighted (Yin et al. 2018)
+    krum:    the one update nearest to its m - `byzantine` - 2 neighbours (Blanchard et al. 2017)
+    """
+
+    kind: str = "mean"
+    clip: float = 1.0
+    trim: float = 0.1
+    byzantine: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("mean", "clip", "median", "trimmed", "krum"):
+            raise ValueError(f"merge.kind is '{self.kind}'; use mean, clip, median, trimmed or krum")
+        if self.clip <= 0 or not 0 <= self.trim < 0.5 or self.byzantine < 0:
+            raise ValueError("a merge needs clip > 0, 0 <= trim < 0.5 and byzantine >= 0")
+
+    def __call__(self, updates: Tensor, weights: Tensor) -> Tensor:
+        share = (weights / weights.sum()).to(updates.dtype)
+        match self.kind:
+            case "clip":
+                norms: Tensor = torch.linalg.vector_norm(updates, dim=1, keepdim=True)
+                return share @ (updates * (self.clip / norms.clamp(min=self.clip)))
+            case "median":
+                ordered = updates.sort(dim=0).values
+                return (ordered[(len(updates) - 1) // 2] + ordered[len(updates) // 2]) / 2
+            case "trimmed":
+                cut = math.floor(round(self.trim * len(updates), 9))  # 0.29 × 100 is below 29
+                return updates.sort(dim=0).values[cut : len(updates) - cut].mean(dim=0)
+            case "krum":
+                neighbours = max(1, len(updates) - self.byzantine - 2)
+                distances = torch.cdist(updates, updates).square().sort(dim=1).values[:, 1 : neighbours + 1]
+                return updates[int(distances.sum(dim=1).argmin())]
+        return share @ updates
+
+
+def clamped(
+    cohort: Cohort, name: str, told: Mapping[int, float], room: float = ROOM, least: bool = True
+) -> dict[int, float]:
+    """The numbers that clients told, each cut to `room` times their median and raised to a `room`-th part of it.
+
+    One client cannot move the median beyond what others told, so none can hold back or drown the rest. A number that
+    was clamped is in the ledger's events. Fewer than 3 clients have no majority, and their numbers stay as they are.
+
+    least: whether small numbers are raised
+    """
+    if len(told) < 3:
+        return dict(told)
+    middle = median(told.values())
+    low, high = middle / room if least else 0.0, middle * room
+    kept = {client: min(max(value, low), high) for client, value in told.items()}
+    for client, value in told.items():
+        if kept[client] != value:
+            cohort.tell(f"client {client}: {name} of {value:g} counts as {kept[client]:g}: the median is {middle:g}")
+    return kept
+
+
+def shortened(cohort: Cohort, answers: Answers, name: str) -> list[Tensor]:
+    """A vector of every answer; one whose root mean square is more than `ROOM` times the median is scaled to that."""
+    vectors: dict[int, Tensor] = {client: getattr(answer, name) for client, answer in answers.items()}
+    sizes = {k: float(torch.linalg.vector_norm(v)) / math.sqrt(len(v)) for k, v in vectors.items()}
+    kept = clamped(cohort, f"{name} with a root mean square", sizes, least=False)
+    return [v * (kept[k] / sizes[k]) if kept[k] < sizes[k] else v for k, v in vectors.items()]

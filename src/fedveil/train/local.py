@@ -1,0 +1,219 @@
+"""Local training: what every client of a stack does with its own records before it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedveil.core.clients import Crowd
+from fedveil.core.forecast import Work
+from fedveil.gpu.graphs import repeat
+from fedveil.privacy.dpsgd import DpSgd
+
+GRADIENT_CHUNK = 256
+Gradient = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # weights [C, d], x, y, mask [C, B] -> [C, d]
+
+
+@dataclass(frozen=True)
+class Local:
+    """Minibatch training on a client's own records, reshuffled every epoch."""
+
+    optimizer: str = "sgd"  # sgd, momentum or adam
+    lr: float = 0.1
+    epochs: int = 1
+    steps: int | None = None  # minibatches instead of epochs
+    batch: int = 32
+    momentum: float = 0.9  # also Adam's first moment
+    beta2: float = 0.999
+    weight_decay: float = 0.0
+    decay: float = 1.0  # lr is multiplied by it every round
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in ("sgd", "momentum", "adam"):
+            raise ValueError(f"local.optimizer is '{self.optimizer}'; use sgd, momentum or adam")
+        if self.lr <= 0 or self.batch < 1 or self.epochs < 1 or (self.steps is not None and self.steps < 1):
+            raise ValueError("local training needs lr > 0 and batch, epochs and steps of at least 1")
+        if not (0 <= self.momentum < 1 and 0 <= self.beta2 < 1 and self.weight_decay >= 0 and self.decay > 0):
+            raise ValueError(
+                "local.momentum and local.beta2 are from 0 to below 1, local.weight_decay is at least 0 and "
+                "local.decay above 0"
+            )
+
+    def rate(self, round_: int) -> float:
+        """The learning rate of a round."""
+        return self.lr * self.decay ** (round_ - 1)
+
+    def work(self, records: int) -> Work:
+        """What `train` takes of a client with so many records."""
+        per_epoch = -(-records // self.batch)
+        epochs, steps = divmod(self.steps or self.epochs * per_epoch, per_epoch)
+        moments = ("sgd", "momentum", "adam").index(self.optimizer)
+        return Work(epochs * records + steps * self.batch, 3 + moments, min(self.batch, records))
+
+    def train(
+        self,
+        crowd: Crowd,
+        w: Tensor,
+        correction: Callable[[Tensor], Tensor] | None = None,
+        gradient_of: Gradient | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Train each client from `w` [d]. Returns weights [C, d] and steps taken [C].
+
+        `correction` maps the present weights [C, d] to what is added to each minibatch gradient [C, d]: FedProx's pull
+        to `w`, SCAFFOLD's control variates. A client whose steps are done stays as it is while others go on.
+        `gradient_of` takes the place of `task.gradient` where gradients are not derived but estimated.
+        """
+        task, device = crowd.task, crowd.task.device
+        index, size = self.schedule(crowd)
+        crowd.passes += int(size.sum())
+        steps = (size > 0).sum(0)
+        index_, size_ = torch.from_numpy(index).to(device), torch.from_numpy(size).to(device)
+        weights = w.to(device).expand(len(crowd), -1).clone()
+        cursor = torch.zeros(1, dtype=torch.int64, device=device)
+        derive = gradient_of or (lambda *batch: task.fast_gradient(*batch)[0])
+        descend = self._descent(weights, crowd.round, correction)
+
+        def step(width: int) -> None:
+            rows, count = index_[cursor, :, :width][0], size_[cursor][0]
+            mask = (torch.arange(width, device=device) < count[:, None]).float()
+            descend(derive(weights, task.x[rows], task.y[rows], mask), (count > 0).float()[:, None])
+            cursor.add_(1)
+
+        done = 0
+        for width, times in _widths(size, device):
+            repeat(partial(step, width), times, device, (done, len(size)))
+            done += times
+        return weights, torch.from_numpy(steps).to(device)
+
+    def train_privately(
+        self, crowd: Crowd, w: Tensor, how: DpSgd, correction: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Train each client from `w` [d] by private gradients, weights [C, d]: all that they tell of its records.
+
+        Every client takes as many steps, however many records it has. Weight decay and `correction` look at weights
+        only, and come after the noise.
+        """
+        weights = w.to(crowd.task.device).expand(len(crowd), -1).clone()
+        descend, everyone = self._descent(weights, crowd.round, correction), weights.new_ones(len(crowd), 1)
+        steps = self.private_steps(crowd.task.largest)
+        how.descend(crowd, weights, self.batch, steps, lambda gradient: descend(gradient, everyone))
+        return weights
+
+    def private_steps(self, largest: int) -> int:
+        """The steps of private training, where `largest` records are the most a client may have."""
+        return self.steps or self.epochs * -(-largest // self.batch)
+
+    def private_work(self, records: int, largest: int) -> Work:
+        """What `train_privately` takes of a client with so many records."""
+        size, moments = min(self.batch, records), ("sgd", "momentum", "adam").index(self.optimizer)
+        return Work(self.private_steps(largest) * size, 4 + moments + size, size)
+
+    def schedule(self, crowd: Crowd) -> tuple[np.ndarray, np.ndarray]:
+        """Which records each step uses: indices [S, C, B] and how many of the B count, [S, C] (0 when done)."""
+        plans = []
+        for own, seed in zip(crowd.rows.indices, crowd.seeds("shuffle"), strict=True):
+            rng, per_epoch = seed.numpy(), -(-len(own) // self.batch)
+            total = self.steps or self.epochs * per_epoch
+            epochs = [_batches(rng.permutation(own), self.batch) for _ in range(-(-total // per_epoch))]
+            plans.append(
+                (np.concatenate([b for b, _ in epochs])[:total], np.concatenate([n for _, n in epochs])[:total])
+            )
+        longest = max(len(n) for _, n in plans)
+        width = min(self.batch, int(crowd.rows.counts.max()))
+        index = np.zeros((longest, len(crowd), width), np.int64)
+        size = np.zeros((longest, len(crowd)), np.int64)
+        for k, (batches, counts) in enumerate(plans):
+            index[:, k] = crowd.rows.indices[k][0]
+            index[: len(counts), k] = batches[:, :width]
+            size[: len(counts), k] = counts
+        return index, size
+
+    def _descent(
+        self, weights: Tensor, round_: int, correction: Callable[[Tensor], Tensor] | None
+    ) -> Callable[[Tensor, Tensor], None]:
+        """A step in place of `weights` [C, d] along a gradient [C, d], for the clients with `active` [C, 1] = 1."""
+        update = self._optimizer(weights, self.rate(round_))
+
+        def step(gradient: Tensor, active: Tensor) -> None:
+            if self.weight_decay:
+                gradient += self.weight_decay * weights
+            if correction:
+                gradient += correction(weights)
+            update(gradient, active)
+
+        return step
+
+    def _optimizer(self, weights: Tensor, lr: float) -> Callable[[Tensor, Tensor], None]:
+        """The update in place of `weights` [C, d] by a gradient [C, d], for the clients with `active` [C, 1] = 1."""
+        if self.optimizer == "sgd":
+
+            def sgd(gradient: Tensor, active: Tensor) -> None:
+                weights.sub_(gradient.mul_(active), alpha=lr)
+
+            return sgd
+        first = torch.zeros_like(weights)
+        if self.optimizer == "momentum":
+
+            def momentum(gradient: Tensor, active: Tensor) -> None:
+                first.mul_(self.momentum).add_(gradient)
+                weights.sub_(first * active, alpha=lr)
+
+            return momentum
+        second = torch.zeros_like(weights)
+        taken = torch.zeros((), device=weights.device)
+
+        def adam(gradient: Tensor, active: Tensor) -> None:
+            taken.add_(1)
+            first.lerp_(gradient, 1 - self.momentum)
+            second.lerp_(gradient.square(), 1 - self.beta2)
+            scale = (1 - self.beta2**taken).sqrt() / (1 - self.momentum**taken)
+            weights.sub_(scale * first / (second.sqrt() + 1e-8) * active, alpha=lr)
+
+        return adam
+
+
+def _batches(order: np.ndarray, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut one epoch's order [n] into batches [steps, batch], the last padded, and their sizes [steps]."""
+    steps = -(-len(order) // batch)
+    padded = np.full(steps * batch, order[0])
+    padded[: len(order)] = order
+    return padded.reshape(steps, batch), np.minimum(batch, len(order) - batch * np.arange(steps))
+
+
+def _widths(size: np.ndarray, device: torch.device) -> Iterator[tuple[int, int]]:
+    """How wide the batches of a schedule are, and for how many steps: on a GPU one width is one graph for all of them,
+    on a CPU what is not computed is time saved."""
+    widest = size.max(axis=1).tolist()
+    if device.type == "cuda":
+        yield max(widest), len(widest)
+    else:
+        for width, steps in groupby(widest):
+            yield width, len(list(steps))
+
+
+def full_work(records: int) -> Work:
+    """What `full_gradient` takes of a client with so many records."""
+    return Work(records, held=min(GRADIENT_CHUNK, records))
+
+
+def full_gradient(crowd: Crowd, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Each client's gradient over all its records at `w` [d], and its mean loss there: [C, d], [C]."""
+    task, device = crowd.task, crowd.task.device
+    index, mask = (torch.from_numpy(a).to(device) for a in crowd.rows.padded())
+    crowd.passes += int(crowd.rows.counts.sum())
+    weights = w.to(device).expand(len(crowd), -1)
+    gradient = torch.zeros_like(weights)
+    loss = torch.zeros(len(crowd), device=device)
+    total = mask.sum(1)
+    for rows, part in zip(index.split(GRADIENT_CHUNK, 1), mask.split(GRADIENT_CHUNK, 1), strict=True):
+        share = part.sum(1) / total
+        piece, mean = task.gradient(weights, task.x[rows], task.y[rows], part)
+        gradient += piece * share[:, None]
+        loss += mean * share
+    return gradient, loss

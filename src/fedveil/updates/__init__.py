@@ -1,1 +1,0 @@
-"""Methods whose clients send their weight update, raw or in another form."""

@@ -1,0 +1,74 @@
+"""A run as it goes, told where stderr is no terminal."""
+
+import pytest
+import torch
+
+from fedveil.cli import progress
+from fedveil.cli.progress import LINE_EVERY, LONG, Watch
+from fedveil.core.ledger import Ledger, Row
+from fedveil.gpu import graphs
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def row(number: int, accuracy: float | None = None, epsilon: float | None = None) -> Row:
+    metrics = {} if accuracy is None else {"accuracy": accuracy}
+    return Row(round=number, cohort=[0], up={"0": 500}, metrics=metrics, epsilon=epsilon)
+
+
+def test_a_line_comes_every_few_seconds_and_no_oftener(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with Watch(100, Ledger()) as watch:
+        for number in range(1, 25):
+            clock[0] += 1
+            watch(row(number))
+    told = [line.split()[1] for line in capsys.readouterr().err.splitlines()]
+    assert told == [f"{n}/100" for n in range(1, 25, int(LINE_EVERY))]
+
+
+def test_a_line_has_what_was_measured_last_and_what_is_left(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Watch(12, Ledger([row(1), row(2)])) as watch:
+        for number, accuracy, spent in ((3, 0.5, 1.25), (4, None, None)):
+            clock[0] += 10
+            watch(row(number, accuracy, spent))
+    assert capsys.readouterr().err.splitlines() == [
+        "round 3/12  accuracy 0.5000  ε 1.25  1.5 kB up  0:01:30 left",
+        "round 4/12  accuracy 0.5000  ε 1.25  2.0 kB up  0:01:20 left",
+    ]
+
+
+def test_steps_are_told_of_long_rounds_only(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with Watch(2, Ledger()):
+        assert graphs.observer
+        clock[0] += LONG - 0.1
+        graphs.observer(1, 9)
+        clock[0] += 0.2
+        graphs.observer(2, 9)
+        graphs.observer(3, 9)
+    assert capsys.readouterr().err.splitlines() == ["round 0/2  step 2/9"]
+    assert graphs.observer is None
+
+
+def test_what_takes_long_and_has_no_steps_is_announced_at_once(
+    clock: list[float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each program of a step when it is made, once for each set of shapes, and of two sets at most."""
+    monkeypatch.setattr(graphs, "PROGRAMS", 2)
+    monkeypatch.setattr(graphs, "COMPILED", True)
+    monkeypatch.setattr(graphs, "compiled", lambda function, *tensors: function)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    fused = graphs.Fused("gradient", lambda x: (x,))
+    with Watch(2, Ledger()) as watch:
+        watch(row(1))
+        for size in (1, 1, 2, 3, 2):
+            assert fused(torch.ones(size))[0].shape == (size,)
+    assert capsys.readouterr().err.splitlines() == [
+        "round 1/2  500 bytes up",
+        *["round 1/2  500 bytes up  compiling gradient, up to a minute"] * 2,
+    ]

@@ -1,0 +1,282 @@
+"""FedAGE in the loop: rounding, agreement on a scale, the mean of codes, weights, drop-outs and what it refuses."""
+
+import math
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+
+import fedveil as fv
+from codec_tools import crowd_of, digits, image_task, trained
+from fedveil.codecs.fedage import Codes, FedAge, quantise
+from fedveil.codecs.raw import Update
+from fedveil.core import message
+from fedveil.core.clients import Clients, Letter
+from fedveil.core.message import Envelope
+from fedveil.links.agreed import Magnitude, Send
+from fedveil.links.down import Train
+from fedveil.methods.qfedavg import FairUpdate
+from fedveil.runs import recipe
+from fedveil.runs.cost import cost
+from toys import OtherProcess, Tamper, kept, linear_task
+
+LOCAL = fv.Local(lr=0.5, batch=4)
+DIGITS = fv.Local(lr=0.3, epochs=5, batch=20)
+SHIPPED = FedAge(block=16, cohort=5, width=64)
+LINEAR = replace(SHIPPED, width=0)
+LOSSLESS = FedAge(block=3, code=3, width=0, levels=1 << 15)  # 8 weights are no multiple of 3
+
+
+# ---------------------------------------------------------------------------------------------------- rounding
+
+
+def test_rounding_is_unbiased():
+    x = torch.tensor([0.0, 0.004, 0.3, 0.7311, 1.0])
+    draws = torch.rand(20_000, 5, generator=torch.Generator().manual_seed(0))
+    rounded = quantise(x.expand_as(draws), 1.0, 8, draws) / 8
+    error = rounded.std(0) / math.sqrt(len(draws))
+    assert bool(((rounded.mean(0) - x).abs() <= 4 * error + 1e-7).all())
+    assert bool((rounded.std(0)[1:4] > 0.01).all())
+
+
+def test_rounding_gives_whole_numbers_from_0_to_s_and_cuts_what_is_above_n():
+    x = torch.tensor([0.0, 0.5, 2.0, 1e6])
+    draws = torch.rand(500, 4, generator=torch.Generator().manual_seed(0))
+    levels = quantise(x.expand_as(draws), 1.0, 64, draws)
+    assert torch.equal(levels, levels.round())
+    assert levels[:, 0].unique().tolist() == [0]
+    assert levels[:, 2:].unique().tolist() == [64]
+    assert quantise(torch.zeros(3), 0.0, 64, torch.zeros(3)).tolist() == [0, 0, 0]
+
+
+# ---------------------------------------------------------------------------------------------------- codes
+
+
+@pytest.mark.parametrize("permute", [True, False])
+def test_a_code_that_loses_nothing_gives_the_mean_back(permute):
+    task = image_task()
+    updates = torch.randn(4, task.layout.size, generator=torch.Generator().manual_seed(0))
+    codec = replace(LOSSLESS, permute=permute).at(float(updates.abs().max()), fv.Seed.root(3))
+    payloads = codec.encode(task, updates, updates, [fv.Seed.root(k) for k in range(4)], None)
+    torch.testing.assert_close(codec.merge(task, payloads), updates.mean(0), atol=1e-3, rtol=0)
+    torch.testing.assert_close(codec.decode(task, updates, payloads), updates, atol=1e-3, rtol=0)
+
+
+def test_the_decoded_mean_of_real_updates_is_near_their_mean():
+    task = digits()
+    updates = trained(crowd_of(task, 0, 1, 2, 3, 4), DIGITS)
+    for codec, least in ((LINEAR, 0.69), (SHIPPED, 0.66)):
+        tuned = codec.at(float(updates.abs().max()), fv.Seed.root(3))
+        payloads = tuned.encode(task, updates, updates, [fv.Seed.root(k) for k in range(5)], None)
+        assert float(torch.cosine_similarity(tuned.merge(task, payloads), updates.mean(0), 0)) > least
+
+
+def test_over_shuffles_the_linear_code_is_unbiased_up_to_h_over_b():
+    """Why a server step of b/h makes up for what one round loses."""
+    task = image_task()
+    update = torch.randn(1, task.layout.size, generator=torch.Generator().manual_seed(0))
+    codec = FedAge(block=8, width=0, levels=1 << 15)
+    found = []
+    for k in range(600):
+        tuned = codec.at(float(update.abs().max()), fv.Seed.root(k))
+        found.append(tuned.merge(task, tuned.encode(task, update, update, [fv.Seed.root(k)], None)))
+    means = torch.stack(found)
+    error = means.std(0) / math.sqrt(len(means))
+    assert float(((2 * means.mean(0) - update[0]) / (2 * error)).square().mean()) < 1.5
+    assert float((means.mean(0) - update[0]).norm() / update.norm()) > 0.4  # a step of 1 would be too short
+
+
+def test_a_message_is_as_long_as_the_update_whatever_it_holds():
+    task = image_task()
+    sizes = FedAge(block=16, width=0).sizes(task)
+    assert (sizes["blocks"], sizes["code"]) == (-(-task.layout.size // 16), 8)
+
+
+# ---------------------------------------------------------------------------------------------------- in the loop
+
+
+def final(method: fv.Method, task: fv.Task, rounds: int = 3, **options: object) -> fv.Result:
+    return fv.run(task, method, rounds=rounds, cohort=4, **options)
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        fv.FedAvg(LOCAL),
+        fv.FedProx(LOCAL, mu=0.5),
+        fv.FedSGD(server=fv.Server(lr=0.5)),
+        fv.FedAvg(LOCAL, down=fv.Half()),
+        fv.FedAvg(LOCAL, server=fv.Server(optimizer="adam", lr=0.1)),
+        fv.QFedAvg(LOCAL, q=2.0),
+    ],
+    ids=lambda method: f"{method.name}{' down' if getattr(method, 'down', None) else ''}",
+)
+def test_with_a_code_that_loses_nothing_every_method_ends_where_it_ends_without(plain):
+    """Clients have 1 to 4 times as many records, so their weights count; and q-FedAvg's losses."""
+    task = linear_task(records=60, uneven=True)
+    coded = final(replace(plain, up=LOSSLESS), task)
+    expected = final(plain, task)
+    assert float((expected.weights - task.initial).abs().max()) > 0.1
+    torch.testing.assert_close(coded.weights, expected.weights, atol=2e-3, rtol=0)
+    assert not any(row.missing for row in coded.ledger.rows)
+
+
+@pytest.mark.parametrize("plain", [fv.FedAvg(LOCAL), fv.QFedAvg(LOCAL, q=2.0)], ids=lambda method: method.name)
+def test_a_client_that_drops_out_between_the_two_questions_is_left_out_of_the_mean(plain):
+    task = linear_task(records=60, uneven=True)
+
+    def lose(kind: int):
+        return Tamper(lambda _, replies: [r for r in replies if (r.client, message.envelope(r.frame)[0]) != (2, kind)])
+
+    coded = final(replace(plain, up=LOSSLESS), task, engine=lose(Codes.kind))
+    expected = final(plain, task, engine=lose(FairUpdate.kind if plain.name == "q-fedavg" else Update.kind))
+    assert all(list(row.missing) == ["2"] for row in coded.ledger.rows)
+    torch.testing.assert_close(coded.weights, expected.weights, atol=2e-3, rtol=0)
+    everybody = final(plain, task)
+    assert float((everybody.weights - expected.weights).abs().max()) > 0.01
+
+
+def test_the_scale_is_the_largest_change_of_any_client_times_a_factor_that_decays():
+    task = linear_task()
+    method = fv.FedAvg(fv.Local(lr=0.1, batch=100), up=replace(LOSSLESS, scale=0.5, decay=0.5))
+    first, second, _ = final(method, task).ledger.rows
+    crowd = crowd_of(task, 0, 1, 2, 3)
+    largest = float(method.update(crowd, task.initial).abs().max())
+    assert first.metrics["scale"] == pytest.approx(0.5 * largest, rel=1e-5)
+    assert second.metrics["scale"] < 0.5 * first.metrics["scale"]
+    assert first.metrics["clipped"] > 0
+    assert final(replace(method, up=LOSSLESS), task).ledger.rows[0].metrics["clipped"] == 0
+
+
+def test_results_do_not_depend_on_the_engine_or_on_an_interruption(tmp_path):
+    method = fv.FedAvg(LOCAL, up=FedAge(block=4, width=0), feedback=True)
+    here = fv.run(linear_task(), method, rounds=4, cohort=3, folder=tmp_path / "a")
+    there = fv.run(linear_task(), method, rounds=4, cohort=3, engine=OtherProcess())
+    torch.testing.assert_close(here.weights, there.weights)
+    fv.run(linear_task(), method, rounds=2, cohort=3, folder=tmp_path / "b")
+    fv.run(linear_task(), method, rounds=4, cohort=3, folder=tmp_path / "b")
+    one, other = kept(tmp_path / "a"), kept(tmp_path / "b")
+    assert one[1:3] == other[1:3]
+
+
+def test_with_feedback_what_one_shuffle_loses_another_sends():
+    task = linear_task(records=60)
+    codec = FedAge(block=4, width=0, levels=1 << 15)
+    target = final(fv.FedSGD(server=fv.Server(lr=0.3)), task, rounds=30).weights - task.initial
+    plain, fed = (
+        final(fv.FedSGD(up=codec, feedback=on, server=fv.Server(lr=0.3)), task, rounds=30).weights - task.initial
+        for on in (False, True)
+    )
+    assert float((fed - target).norm()) < 0.7 * float((plain - target).norm())
+
+
+def test_noise_and_clipping_come_before_the_code():
+    task = linear_task()
+    quiet, loud = (
+        final(fv.FedAvg(LOCAL, up=LOSSLESS, user_privacy=how), task, rounds=1, insecure_test_noise=1)
+        for how in (fv.UserLevel(clip=1e-3, noise=noise, delta=0.1, where="client") for noise in (1e-4, 100.0))
+    )
+    assert float((quiet.weights - task.initial).norm()) <= 1.01e-3
+    assert 0.02 < float((loud.weights - task.initial).norm()) < 0.6  # √8 · 0.1 / √4 is 0.14
+
+
+def test_what_it_will_cost_is_what_it_costs():
+    for source in ("digits/fedage", "digits/q-fedavg"):
+        up = ["method.up.name=fedage", "method.up.block=16", "method.up.width=0", "rounds=2", "method.local.epochs=1"]
+        plan = recipe.read(source, up)
+        told = cost(digits(), plan)
+        spent = fv.run(digits(), plan.method, rounds=2, cohort=plan.cohort, seed=plan.seed).summary()
+        assert (told["up"]["total"], told["down"]["total"]) == (spent["bytes_up"], spent["bytes_down"])
+
+
+def test_on_the_digits_it_ends_within_a_point_of_fedavg_with_or_without_drop_outs():
+    plan, plain = recipe.read("digits/fedage"), recipe.read("digits/fedavg")
+    best = fv.run(digits(), plain.method, rounds=20, cohort=plain.cohort).accuracy
+    for drop in (0.0, 0.3):
+        found = fv.run(digits(), plan.method, rounds=20, cohort=replace(plan.cohort, drop=drop))
+        assert found.accuracy >= best - 0.01
+        assert bool(found.ledger.summary("")["clients_failed"]) == (drop > 0)
+
+
+# ---------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: fv.FedAvg(up=SHIPPED, merge=fv.Merge("median")), "only the mean is decoded"),
+        (lambda: fv.FedAvg(up=SHIPPED, merge=fv.Merge("clip")), 'user_privacy.where="client" against large ones'),
+        (lambda: fv.FedAvg(down=SHIPPED), "fedage, which is for the way up only"),
+        (lambda: fv.FedAvg(up=replace(SHIPPED, permute=False), feedback=True), "set method.up.permute=true"),
+        (lambda: fv.Zstd(inner=SHIPPED), "averaged as they are sent"),
+        (lambda: fv.Tiers(strong=SHIPPED, weak=SHIPPED), "averaged and so are of one kind"),
+        (lambda: fv.QFedAvg(up=fv.Qsgd()), "q-fedavg takes raw, or fedage"),
+        (lambda: FedAge(scale=0), "scale > 0"),
+        (lambda: FedAge(code=100), "a pair needs"),
+    ],
+)
+def test_what_makes_no_sense_is_a_configuration_error_with_its_reason(make, why):
+    with pytest.raises(ValueError, match=why):
+        make()
+
+
+def test_a_pair_that_was_never_trained_is_said_before_anything_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path))
+    for method in (fv.FedAgeAvg(), fv.QFedAvg(up=FedAge(seed=12345))):
+        with pytest.raises(ValueError, match="fedage has no trained pair b64-h32-s64-m10-w512"):
+            fv.run(linear_task(), method, rounds=1)
+
+
+def answer(method: fv.Method, *questions: fv.Question) -> list[str]:
+    """What a client says to questions in one round: the kind of its answer, or its refusal."""
+    task, heard = linear_task(), []
+    clients = Clients(method, task, bytes(8), fv.Seed.root(0))
+    for serial, question in enumerate(questions):
+        letter = Letter(question.kind, Envelope(bytes(8), 1, 0, serial), message.pack(question))
+        try:
+            heard.append(message.KINDS[message.envelope(clients.answer([letter])[0].frame)[0]].__name__)
+        except fv.Refused as error:
+            heard.append(str(error))
+    return heard
+
+
+def test_a_client_sends_codes_only_of_what_it_trained_and_only_with_the_servers_pair():
+    method = fv.FedAvg(LOCAL, up=LOSSLESS)
+    train, send = Train(linear_task().initial), Send(1.0, LOSSLESS.digest)
+    assert answer(method, train, send) == [Magnitude.__name__, Codes.__name__]
+    (lost,) = answer(method, send)
+    assert lost.startswith("lost state: ")
+    _, other = answer(method, train, Send(1.0, replace(LOSSLESS, seed=1).digest))
+    assert other.startswith("out of step: ")
+    (wrong,) = answer(fv.FedAvg(LOCAL), send)
+    assert wrong.startswith("wrong kind: ")
+
+
+def test_the_digest_is_of_the_pair_and_not_of_how_it_is_used():
+    assert LINEAR.digest == replace(LINEAR, scale=2.0, permute=False).digest
+    assert len({SHIPPED.digest, LINEAR.digest, replace(LINEAR, levels=32).digest}) == 3
+
+
+def test_one_client_cannot_drown_the_others_where_the_scale_is_bounded():
+    task = linear_task()
+
+    def boast(_, replies):
+        return [
+            replace(r, frame=rewritten(r.frame, largest=1e6))
+            if r.client == 1 and message.envelope(r.frame)[0] == Magnitude.kind
+            else r
+            for r in replies
+        ]
+
+    honest = final(fv.FedAvg(LOCAL, up=FedAge(block=4, code=4, width=0)), task)
+    for most, close in ((None, False), (1.0, True)):
+        method = fv.FedAvg(LOCAL, up=FedAge(block=4, code=4, width=0, most=most))
+        drowned = final(method, task, engine=Tamper(boast))
+        assert (float((drowned.weights - honest.weights).abs().max()) < 0.05) is close
+
+
+def rewritten(frame: bytes, **changes: object) -> bytes:
+    _, where = message.envelope(frame)
+    record, _ = message.unframe(frame, message.KINDS, len(frame))
+    return message.frame(msgspec.structs.replace(record, **changes), where)

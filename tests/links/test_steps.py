@@ -1,0 +1,81 @@
+"""Keeping in step, of whatever the steps are made: here each adds a number to the weights."""
+
+import pytest
+import torch
+
+import fedveil as fv
+from fedveil.core import message
+from fedveil.core.message import Refused
+from fedveil.links.down import TrainHere
+from fedveil.links.steps import Follow, Stand, Steps
+from fedveil.methods.baffle.baffle import ProbeHere
+from fedveil.train.optimizers import ServerState
+from toys import linear_task
+
+TASK = linear_task()
+MOMENT = torch.zeros_like(TASK.initial)
+
+
+class Adding(Steps):
+    """Steps that count how often they are taken."""
+
+    def __init__(self, start: ServerState) -> None:
+        super().__init__(lambda task: start, lambda task, frame: float(frame), self.add)
+        object.__setattr__(self, "taken", [])
+
+    def add(self, task: fv.Task, now: ServerState, step: float) -> ServerState:
+        self.taken.append(step)
+        return ServerState(now.weights + step, now.first, now.second)
+
+
+def follow(steps: Steps, question: Follow, *memory: Stand | None) -> list[Stand]:
+    clients = tuple(range(len(memory)))
+    crowd = fv.Crowd(TASK, clients, 1, fv.Seed.root(0), fv.Seed.root(0), list(memory), [{} for _ in clients])
+    steps.follow(crowd, question)
+    return crowd.kept
+
+
+def test_clients_that_hold_the_same_take_its_steps_once():
+    steps = Adding(ServerState(TASK.initial))
+    other = Stand(1, TASK.initial + 7)
+    first, second, third = follow(steps, Follow(2, [b"1", b"2"]), None, Stand(), other)
+    assert steps.taken == [1.0, 2.0, 2.0]
+    assert torch.equal(first.weights, TASK.initial + 1 + 2)
+    assert torch.equal(second.weights, first.weights)
+    assert torch.equal(third.weights, other.weights + 2)
+    assert {each.version for each in (first, second, third)} == {2}
+
+
+def test_the_same_weights_with_other_moments_are_not_the_same():
+    steps = Adding(ServerState(TASK.initial, MOMENT))
+    memory = [Stand(1, TASK.initial, moment) for moment in (MOMENT, MOMENT + 1)]
+    kept = follow(steps, Follow(2, [b"1"]), *memory)
+    assert steps.taken == [1.0, 1.0]
+    assert not torch.equal(kept[0].first, kept[1].first)
+
+
+@pytest.mark.parametrize(
+    ("start", "sent"),
+    [
+        (ServerState(TASK.initial), Follow(1, weights=TASK.initial, first=MOMENT)),
+        (ServerState(TASK.initial, MOMENT, MOMENT), Follow(1, weights=TASK.initial, first=MOMENT)),
+        (ServerState(TASK.initial, MOMENT), Follow(1, weights=TASK.initial)),
+    ],
+)
+def test_a_state_with_other_moments_than_the_runs_is_refused(start, sent):
+    with pytest.raises(Refused, match="wrong field: the state has not the moments"):
+        follow(Adding(start), sent, None)
+
+
+def test_a_state_takes_the_place_of_what_a_client_holds():
+    (kept,) = follow(Adding(ServerState(TASK.initial)), Follow(5, weights=TASK.initial + 3), Stand(9, TASK.initial))
+    assert (kept.version, kept.first, kept.second) == (5, None, None)
+    assert torch.equal(kept.weights, TASK.initial + 3)
+
+
+@pytest.mark.parametrize("version", [-1, 2**40 + 1])
+@pytest.mark.parametrize("question", [Follow, TrainHere, lambda version: ProbeHere(version, 1, 1)])
+def test_a_version_that_no_run_reaches_is_refused(question, version):
+    asked = question(version)
+    with pytest.raises(Refused, match="wrong field"):
+        message.unpack(message.pack(asked), type(asked))

@@ -1,0 +1,22 @@
+"""What the tests of probes share: a crowd of a small task."""
+
+import torch
+
+import fedveil as fv
+from fedveil.core.clients import Crowd
+from toys import linear_task
+
+
+def crowd(task: fv.Task, clients=None, memory=None) -> Crowd:
+    chosen = tuple(range(len(task.clients))) if clients is None else clients
+    held = memory or [None] * len(chosen)
+    return Crowd(task, chosen, 1, fv.Seed.root(0), fv.Seed.root(0), held, [{} for _ in chosen])
+
+
+def gradients(task: fv.Task, w: torch.Tensor) -> torch.Tensor:
+    """Each client's gradient over all its records, [C, d]."""
+    index, mask = (torch.from_numpy(a) for a in task.rows(range(len(task.clients))).padded())
+    return task.gradient(w.expand(len(task.clients), -1), task.x[index], task.y[index], mask)[0]
+
+
+__all__ = ["crowd", "gradients", "linear_task"]

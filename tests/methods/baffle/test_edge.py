@@ -1,0 +1,292 @@
+"""The client without PyTorch: in a process of its own, against the one with it, and against hostile questions."""
+
+import contextlib
+import json
+import os
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import fedveil as fv
+from fedveil.cli import app
+from fedveil.core import message
+from fedveil.core.clients import Reply
+from fedveil.core.message import Envelope
+from fedveil.engines import Local
+from fedveil.methods.baffle import edge
+from fedveil.methods.baffle.baffle import Probe, Slopes
+from fedveil.methods.baffle.export import export
+from methods.baffle.probes import crowd
+
+CLIENT = 3
+WHERE = Envelope(b"run 1234", 7, CLIENT, 2)
+ALONE = """
+import sys
+sys.argv = ["edge", "--client", "3", "records.npz"]
+from fedveil_edge.edge import main
+main()
+(most,) = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
+sys.stderr.write(f"{'torch' in sys.modules or 'fedveil' in sys.modules} {most}")
+"""
+
+
+@pytest.fixture(scope="module")
+def task():
+    data = fv.load("digits")
+    model = fv.models.build("digits-cnn", data.input, 10)
+    return fv.Task(model, data, fv.split("iid", data, 10, fv.Seed.root(0)))
+
+
+@pytest.fixture(scope="module")
+def exported(task, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("edge")
+    export(task, fv.Baffle(directions=20), folder)
+    own = task.clients[CLIENT]
+    np.savez(folder / "records.npz", x=task.x[own].numpy(), y=task.y[own].numpy())
+    return folder
+
+
+def changed(exported, tmp_path, **settings):
+    """The same export with other settings."""
+    told = json.loads((exported / "settings.json").read_text())
+    (tmp_path / "model.onnx").write_bytes((exported / "model.onnx").read_bytes())
+    (tmp_path / "settings.json").write_text(json.dumps(told | settings))
+    return tmp_path
+
+
+def client(task, folder, number=CLIENT):
+    own = task.clients[number]
+    return edge.Edge(folder, task.x[own].numpy(), task.y[own].numpy(), number)
+
+
+def asked(task, key=-(2**62) + 12345, count=20):
+    return Probe(task.initial, key, count)
+
+
+def distance(a, b):
+    return float(torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(a))
+
+
+def test_a_process_without_pytorch_gives_the_same_answer_in_100_megabytes(task, exported):
+    question = message.frame(asked(task), WHERE)
+    environment = {**os.environ, "PYTHONPATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], cwd=exported, input=question, capture_output=True, env=environment, timeout=600
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    with_pytorch, most = done.stderr.decode().split()
+    assert with_pytorch == "False"
+    assert int(most) < 100_000  # kB
+    answer, where = message.unframe(done.stdout, {Slopes.kind: Slopes}, 10_000)
+    assert where == WHERE
+    (expected,) = fv.Baffle(directions=20).probe(crowd(task, (CLIENT,)), task.initial, asked(task))
+    assert answer.records == expected.records
+    assert distance(expected.slopes, answer.slopes) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scheme": "central"},
+        {"law": "rademacher", "seeds": "own"},
+        {"law": "orthogonal", "batch": 40},
+        {"batch": 17, "seeds": "own", "sigma": 1e-3},
+    ],
+)
+def test_every_setting_is_answered_as_with_pytorch(task, exported, tmp_path, settings):
+    found = client(task, changed(exported, tmp_path, **settings)).answer(message.frame(asked(task), WHERE))
+    answer, _ = message.unframe(found, {Slopes.kind: Slopes}, 10_000)
+    method = fv.Baffle(**{"directions": 20, **settings})
+    (expected,) = method.probe(crowd(task, (CLIENT,)), task.initial, asked(task))
+    assert distance(expected.slopes, answer.slopes) < 3e-4  # of fewer records, so each rounding counts more
+
+
+def test_a_federation_takes_an_edge_client_among_others(task, exported):
+    class Mixed(Local):
+        def deliver(self, letters, deadline):
+            mine = [letter for letter in letters if letter.client == CLIENT]
+            yield from super().deliver([letter for letter in letters if letter not in mine], deadline)
+            for letter in mine:
+                yield Reply(CLIENT, client(task, exported).answer(letter.frame))
+
+    plain, mixed = (fv.run(task, fv.Baffle(directions=20), rounds=1, cohort=10, engine=e()) for e in (Local, Mixed))
+    assert not any(row.missing for row in mixed.ledger.rows)
+    assert plain.ledger.rows[0].up == mixed.ledger.rows[0].up
+    assert CLIENT in mixed.ledger.rows[0].cohort
+    assert float((plain.weights - mixed.weights).abs().mean()) < 1e-3
+
+
+# ---------------------------------------------------------------------------------------------------- frames
+
+
+@pytest.mark.parametrize(("count", "records"), [(1, 1), (3, 127), (200, 128), (70_000, 65_535), (2, 10**6)])
+def test_an_answer_is_byte_for_byte_what_the_library_writes(count, records):
+    slopes = torch.randn(count, generator=fv.Seed.root(count).torch())
+    mine = edge.write((WHERE.run, WHERE.round, WHERE.client, WHERE.serial), slopes.numpy(), records)
+    assert mine == message.frame(Slopes(slopes, records), WHERE)
+
+
+@pytest.mark.parametrize("key", [0, 127, 128, -1, -32, -33, -129, 2**31, 2**40, -(2**63), 2**63 - 1])
+@pytest.mark.parametrize("size", [1, 2, 300])
+def test_a_question_is_read_as_the_library_wrote_it(key, size):
+    weights = torch.arange(float(size))
+    where, found, its_key, count = edge.read(message.frame(Probe(weights, key, 9), WHERE), size, 20)
+    assert where == (WHERE.run, WHERE.round, WHERE.client, WHERE.serial)
+    assert np.array_equal(found, weights.numpy())
+    assert (its_key, count) == (key, 9)
+
+
+def test_the_constants_are_the_librarys():
+    assert edge.VERSION == message.VERSION
+    assert edge.PREFIX.format == message._PREFIX.format
+    assert message.DTYPES[edge.FLOAT32] is torch.float32
+    assert (Probe.kind, Slopes.kind) == (edge.PROBE, edge.SLOPES)
+
+
+def headed(head):
+    """A question of three weights with a head of one's own."""
+    return GOOD[:24] + struct.pack("<I", len(head)) + head + bytes(-(4 + len(head)) % 8) + bytes(16)
+
+
+GOOD = message.frame(Probe(torch.arange(3.0), 5, 9), WHERE)
+HEAD = GOOD[28 : 28 + struct.unpack_from("<I", GOOD, 24)[0]]
+HOSTILE = {
+    "nothing": b"",
+    "pickle": b"\x80\x04pickle" * 9,
+    "another kind": GOOD[:3] + b"\x04" + GOOD[4:],
+    "another version": GOOD[:2] + b"\x02" + GOOD[3:],
+    "cut off": GOOD[:-1],
+    "trailing": GOOD + bytes(8),
+    "a head of 2^32 bytes": GOOD[:24] + b"\xff" * 4 + GOOD[28:],
+    "more weights": message.frame(Probe(torch.arange(4.0), 5, 9), WHERE),
+    "another shape": message.frame(Probe(torch.zeros(1, 3), 5, 9), WHERE),
+    "another dtype": message.frame(Probe(torch.zeros(3, dtype=torch.int32), 5, 9), WHERE),
+    "too many directions": message.frame(Probe(torch.arange(3.0), 5, 21), WHERE),
+    "no directions": message.frame(Probe(torch.arange(3.0), 5, 0), WHERE),
+    "not a number": message.frame(Probe(torch.full((3,), torch.nan), 5, 9), WHERE),
+    "infinite": message.frame(Probe(torch.full((3,), torch.inf), 5, 9), WHERE),
+    "huge": message.frame(Probe(torch.full((3,), 1e38), 5, 9), WHERE),
+    "a text": GOOD[:28] + b"\xa1x" + GOOD[30:],
+    "arrays in arrays": GOOD[:28] + b"\x91" * 8 + GOOD[36:],
+    "arrays in a thousand arrays": headed(b"\x91" * 5000 + b"\x01"),
+    "more behind the head's fields": headed(HEAD + b"\x01"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_question_is_refused(name):
+    edge.read(GOOD, 3, 20)
+    edge.read(headed(HEAD), 3, 20)
+    with pytest.raises(edge.Refused, match=r"^[a-z ]+: "):
+        edge.read(HOSTILE[name], 3, 20)
+
+
+def test_no_bytes_make_the_reader_fail_in_another_way():
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        frame = bytearray(GOOD)
+        for place in rng.integers(0, len(frame), 3):
+            frame[place] = rng.integers(0, 256)
+        with contextlib.suppress(edge.Refused):
+            edge.read(bytes(frame), 3, 20)
+
+
+def test_a_question_to_another_client_and_records_of_another_shape_are_refused(task, exported):
+    mine = client(task, exported)
+    with pytest.raises(edge.Refused, match="unknown client: this is client 3, not 4"):
+        mine.answer(message.frame(asked(task), Envelope(b"run 1234", 7, 4, 2)))
+    with pytest.raises(ValueError, match=r"the records have shape \(2, 8, 8\); the model takes \[1, 8, 8\] each"):
+        edge.Edge(exported, np.zeros((2, 8, 8), np.float32), np.zeros(2, np.int64), 3)
+    for records, labels in ((2, 1), (0, 0)):
+        with pytest.raises(ValueError, match=rf"the records have shape \({records}, 1, 8, 8\)"):
+            edge.Edge(exported, np.zeros((records, 1, 8, 8), np.float32), np.zeros(labels, np.int64), 3)
+    with pytest.raises(ValueError, match="a label is not from 0 to 9"):
+        edge.Edge(exported, np.zeros((1, 1, 8, 8), np.float32), np.array([10]), 3)
+
+
+# ---------------------------------------------------------------------------------------------------- export
+
+
+def test_layers_that_are_not_trained_are_part_of_the_model_and_can_have_8_bits(task, tmp_path):
+    method = fv.Baffle(directions=20, layers=["fc2*"])
+    (expected,) = method.probe(crowd(task, (CLIENT,)), task.initial, asked(task))
+    sizes = []
+    for quantise, error in ((False, 3e-4), (True, 0.03)):
+        folder = tmp_path / str(quantise)
+        told = export(task, method, folder, quantise)
+        assert (told["trained"], told["frozen"]) == (1290, 18720)
+        sizes.append(told["bytes"])
+        found = client(task, folder).answer(message.frame(asked(task), WHERE))
+        answer, _ = message.unframe(found, {Slopes.kind: Slopes}, 10_000)
+        assert distance(expected.slopes, answer.slopes) < error
+    assert sizes[1] < 0.5 * sizes[0]
+    held = {tensor.name for tensor in onnx.load(folder / "model.onnx").graph.initializer}
+    assert {"fc1.weight/codes", "fc1.weight/scale", "fc1.bias"} <= held  # a bias is too small to be worth it
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"level": "epoch"}, "the edge client answers at the batch level"),
+        ({"down": "replay"}, "the edge client answers at the batch level"),
+        ({"secure": fv.SecureSum()}, "the edge client answers at the batch level"),
+    ],
+)
+def test_what_an_edge_client_cannot_do_is_said(task, tmp_path, settings, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        export(task, fv.Baffle(**settings), tmp_path)
+
+
+def test_what_cannot_be_exported_is_said(task, tmp_path):
+    def export_of(model, loss="cross-entropy"):
+        export(fv.Task(model, task.data, task.clients, loss=loss), fv.Baffle(), tmp_path)
+
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(64, 10), nn.Linear(64, 10)
+
+        def forward(self, x):
+            return self.used(x.flatten(1))
+
+    with pytest.raises(ValueError, match=r"ONNX has no weight 'unused\.weight'"):
+        export_of(Unused())
+    with pytest.raises(ValueError, match="the edge client knows the loss 'cross-entropy' with one label a record"):
+        export_of(task.model, lambda logits, y: nn.functional.cross_entropy(logits, y, reduction="none"))
+
+
+def test_the_command_refuses_other_methods_and_folders_that_are_not_empty(tmp_path):
+    def said(*arguments):
+        result = CliRunner().invoke(app, ["export", *arguments])
+        assert result.exit_code == 2
+        return " ".join(result.stderr.split())
+
+    assert "is a recipe of fedavg, whose clients train" in said("digits/fedavg", "-o", str(tmp_path / "e"))
+    (tmp_path / "file").touch()
+    assert "is there already and not an empty folder" in said("digits/baffle-clear", "-o", str(tmp_path))
+    assert "leave method.secure out" in said("digits/baffle", "-o", str(tmp_path / "e"))
+
+
+def test_the_command_writes_a_client(tmp_path):
+    told = CliRunner().invoke(app, ["export", "digits/baffle-clear", "-o", str(tmp_path / "e"), "--format", "json"])
+    assert told.exit_code == 0, told.stderr
+    assert json.loads(told.stdout)["weights"] == 20_010
+    names = {path.relative_to(tmp_path / "e").as_posix() for path in (tmp_path / "e").rglob("*") if path.is_file()}
+    package = {f"fedveil_edge/{name}.py" for name in ("__init__", "edge", "directions")}
+    assert names == {"model.onnx", "settings.json", *package}
+    source = "".join((tmp_path / "e" / "fedveil_edge" / name).read_text() for name in ("edge.py", "directions.py"))
+    assert "import torch" not in source
+    assert "from fedveil" not in source
+
+
+@pytest.mark.parametrize(("given", "sigma"), [({}, 1e-4), ({"precision": "float16"}, 1e-3), ({"sigma": 0.5}, 0.5)])
+def test_an_edge_client_moves_weights_as_far_as_the_method_does(task, tmp_path, given, sigma):
+    export(task, fv.Baffle(directions=2, **given), tmp_path)
+    assert json.loads((tmp_path / "settings.json").read_text())["sigma"] == sigma

@@ -1,0 +1,164 @@
+"""A method that asks for a secure sum, and engines that drop and spoil what its stages send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import fedveil as fv
+from fedveil.core import message
+from fedveil.core.clients import Clients, Letter, Reply
+from fedveil.core.forecast import Turn
+from fedveil.core.message import Answer, Count, Envelope, Question, Record, Weights
+from fedveil.engines import Local
+from fedveil.privacy import SecureSum
+from fedveil.privacy.secagg.masks import FixedPoint
+from toys import Plain
+
+
+@message.kind(220)
+class Summand(Answer, frozen=True):
+    sums = True
+    update: Weights
+    records: Count = 1
+
+
+@message.kind(221)
+class Give(Question, frozen=True):
+    reply = Summand
+    weights: Weights
+
+
+@dataclass(frozen=True)
+class Summed(fv.Method):
+    """The weighted mean of what each client gives (drawn from its number), learnt as a secure sum."""
+
+    name: ClassVar[str] = "toy-summed"
+
+    secure: SecureSum = field(default_factory=SecureSum)
+
+    def begin(self, task: fv.Task) -> fv.State:
+        self.secure.refuse(task, Summand)
+        return Plain(task.initial)
+
+    def round(self, state: Any, cohort: fv.Cohort) -> fv.State:
+        total = cohort.ask_sum(Give(state.weights), self.secure)
+        LAST[:] = [total]
+        return Plain(state.weights + total.mean("update"))
+
+    def questions(self, task: fv.Task, turn: Turn) -> list[Question]:
+        return self.secure.questions(self, task, message.blank(Give, task.sizes), turn)
+
+    @property
+    def answer(self) -> Mapping[type[Question], Callable[..., Sequence[Answer]]]:
+        return {**self.secure.stages({Give: self.give})}
+
+    def give(self, crowd: fv.Crowd, question: Give) -> list[Summand]:
+        counts = crowd.task.clients.sizes
+        return [Summand(given(k, len(question.weights)), int(counts[k])) for k in crowd.clients]
+
+
+del fv.METHODS[Summed.name]
+LAST: list[Any] = []  # the sum of the last round, to be looked at
+
+
+def given(client: int, size: int = 8) -> Tensor:
+    """What a client gives."""
+    return torch.from_numpy(fv.Seed.root(client).numpy().uniform(-1, 1, size).astype(np.float32))
+
+
+class Only(fv.Sampling):
+    """The first clients, always."""
+
+    def draw(self, task: fv.Task, seed: fv.Seed) -> tuple[int, ...]:
+        return tuple(range(self.size))
+
+
+def expected(task: fv.Task, clients: Iterable[int], secure: SecureSum, advertised: int) -> tuple[Tensor, int]:
+    """The exact sum of some clients' integers, decoded, and the sum of their weights."""
+    sizes, chosen = task.clients.sizes, list(clients)
+    fixed = FixedPoint(advertised, secure.clip, secure.bits, int(sizes.max()))
+    encoded = [fixed.encode(given(k, task.layout.size).numpy(), int(sizes[k]), rounding(k)) for k in chosen]
+    signed = [vector.view(np.dtype(f"i{vector.itemsize}")).astype(object) for vector in encoded]
+    values = np.array(sum(signed)[:-2], dtype=np.int64) * (fixed.clip / fixed.half)
+    return torch.from_numpy(values), int(sum(sizes[k] for k in chosen))
+
+
+def rounding(client: int, round_: int = 1, seed: int = 0) -> np.random.Generator:
+    """By which a client of a run rounds."""
+    return fv.Seed.root(seed).child("round", round_, "client", client, "rounding").numpy()
+
+
+class Transport(Local):
+    """A local engine between server and clients that can lose, change and repeat what passes, and keeps it.
+
+    drop:   stage (kind of question) -> clients whose question gets lost
+    ask:    (client, question) -> the question that the client gets instead
+    answer: (client, answer) -> the answer that the server gets instead
+    """
+
+    def __init__(
+        self,
+        drop: Mapping[type[Question], Iterable[int]] | None = None,
+        ask: Callable[[int, Any], Any] = lambda client, question: question,
+        answer: Callable[[int, Any], Any] = lambda client, answer: answer,
+    ) -> None:
+        super().__init__(stack=1, workers=1)
+        self.drop, self.ask, self.answer = drop or {}, ask, answer
+        self.letters: list[Letter] = []
+        self.replies: list[Reply] = []
+
+    def deliver(self, letters: Sequence[Letter], deadline: float | None) -> Iterable[Reply]:
+        kept = [x for x in letters if x.client not in self.drop.get(KIND[x.kind], ())]
+        asked = [replace(x, payload=message.pack(self.ask(x.client, unpacked(x)))) for x in kept]
+        replies = [replace(r, frame=self._altered(r)) if r.frame else r for r in super().deliver(asked, deadline)]
+        self.letters += asked
+        self.replies += replies
+        return replies
+
+    def again(self, letter: Letter) -> Reply:
+        """What the client answers to a letter now."""
+        (reply,) = super().deliver([letter], None)
+        return reply
+
+    def _altered(self, reply: Reply) -> bytes:
+        record, where = message.unframe(reply.frame, message.KINDS, len(reply.frame))
+        return message.frame(self.answer(reply.client, record), where)
+
+    def heard(self, kind: type[Record]) -> dict[int, Any]:
+        """The records of one kind that passed, by client; of several the last."""
+        questions = {x.client: unpacked(x) for x in self.letters if x.kind == kind.kind}
+        frames = [r for r in self.replies if r.frame and message.envelope(r.frame)[0] == kind.kind]
+        return questions | {r.client: message.unframe(r.frame, message.KINDS, len(r.frame))[0] for r in frames}
+
+
+KIND: dict[int, Any] = message.KINDS
+
+
+def unpacked(letter: Letter) -> Any:
+    return message.unpack(letter.payload, KIND[letter.kind])
+
+
+def letter(question: Question, client: int, run: bytes, round_: int = 1, serial: int = 0) -> Letter:
+    return Letter(question.kind, Envelope(run, round_, client, serial), message.pack(question))
+
+
+__all__ = [
+    "LAST",
+    "Clients",
+    "Give",
+    "Only",
+    "Summand",
+    "Summed",
+    "Transport",
+    "expected",
+    "given",
+    "letter",
+    "rounding",
+    "unpacked",
+]

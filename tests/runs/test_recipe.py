@@ -1,0 +1,203 @@
+"""Recipes: what is read is what is written, and a mistake is one sentence."""
+
+import dataclasses
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fedveil import FedProx, Recipe, Sampling, Scaffold
+from fedveil.runs import recipe
+from fedveil.runs.recipe import SplitSpec, TaskSpec, parse, read
+
+BASE = """
+rounds = 3
+[split]
+clients = 4
+[method]
+name = "fedprox"
+mu = 0.5
+[method.local]
+lr = 0.2
+"""
+
+
+def again(plan: Recipe) -> Recipe:
+    return parse(tomllib.loads(plan.toml()))
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_a_built_in_recipe_is_read_and_written_without_loss(name: str) -> None:
+    plan = read(name)
+    assert again(plan) == plan
+    assert plan.task.data.split("-")[0] == name.split("/")[0]
+
+
+def test_every_kind_of_value_survives_the_writing() -> None:
+    plan = Recipe(
+        seed=-7,
+        target=0.5,
+        task=TaskSpec(
+            data='a "quoted"\\ päth\n\x7f 😀.npz',
+            data_options={"size": [8, 8], "mean": [0.5, 1e-7], "on": True},
+            model_options={"width": 3},
+        ),
+        split=SplitSpec("natural"),
+        cohort=Sampling(quorum=0.5, deadline=1.5),
+        method=FedProx(mu=1e-12),
+    )
+    assert again(plan) == plan
+
+
+def test_defaults_are_spelled_out_and_unset_values_left_out() -> None:
+    table = tomllib.loads(Recipe().toml())
+    assert table["method"]["local"]["batch"] == 32
+    assert table["method"]["name"] == "fedavg"
+    assert "steps" not in table["method"]["local"]
+    assert "target" not in table
+
+
+def test_a_recipe_lies_over_the_one_it_is_like(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text(BASE)
+    (tmp_path / "deep").mkdir()
+    own = tmp_path / "deep" / "own.toml"
+    own.write_text('like = "../base.toml"\nseed = 5\n[method.local]\nepochs = 7\n')
+    plan = read(str(own))
+    assert (plan.rounds, plan.seed, plan.split.clients) == (3, 5, 4)
+    assert isinstance(plan.method, FedProx)
+    assert (plan.method.mu, plan.method.local.lr, plan.method.local.epochs) == (0.5, 0.2, 7)
+
+
+def test_an_own_recipe_may_be_like_a_built_in_one(tmp_path: Path) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text('like = "digits/scaffold-classes"\nrounds = 2\n')
+    plan = read(str(own))
+    assert plan == dataclasses.replace(read("digits/scaffold-classes"), rounds=2)
+    assert isinstance(plan.method, Scaffold)
+    assert plan.split.classes == 2
+
+
+def test_a_circle_of_recipes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('like = "b.toml"')
+    (tmp_path / "b.toml").write_text('like = "a.toml"')
+    with pytest.raises(ValueError, match="never in a circle"):
+        read(str(tmp_path / "a.toml"))
+
+
+def test_changes_are_laid_on_top() -> None:
+    plan = read("digits/fedavg", ["rounds=2", "method.name=fedprox", "method.mu = 1", "task.model_options.width=3"])
+    assert plan.rounds == 2
+    assert isinstance(plan.method, FedProx)
+    assert plan.method.mu == 1.0
+    assert plan.method.local.lr == 0.3  # still the recipe's own
+    assert plan.task.model_options == {"width": 3}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("rounds", "--set takes key=value, not 'rounds'"),
+        ("=3", "--set takes key=value"),
+        ("roundz=3", "unknown key 'roundz'; did you mean 'rounds'?"),
+        ("method.local.lrr=1", "unknown key 'method.local.lrr'; did you mean 'method.local.lr'?"),
+        ("rounds=many", "'rounds' is 'many'; it must be a whole number"),
+        ("rounds=true", "'rounds' is True; it must be a whole number"),
+        ("rounds=0", "rounds and evaluate_every are at least 1"),
+        ("rounds.x=1", "'rounds' is a value, so it has no 'x'"),
+        ("target=2", "target is 2; it is a test accuracy"),
+        ("target=high", "'target' is 'high'; it must be a number"),
+        ("method.local.lr=nan", "'method.local.lr' is nan; it must be a finite number"),
+        ("cohort.deadline=inf", "'cohort.deadline' is inf; it must be a finite number"),
+        ("split=iid", r"'split' holds several keys \(kind, .*\); write 'split.KEY'"),
+        ("method.name=fedaverage", "there is no method 'fedaverage'; did you mean 'fedavg'?"),
+        ("method.name=[1]", r"there is no method '\[1\]'; known:"),
+        ("task.loss=hinge", "task.loss is 'hinge'; use cross-entropy or next-character"),
+        ("task.data_options=3", "'task.data_options' is 3; it must be a table"),
+        ("cohort.kind=odd", "cohort.kind is 'odd'; use uniform, weighted or poisson"),
+    ],
+)
+def test_a_wrong_change_is_one_sentence(change: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence) as caught:
+        read("digits/fedavg", [change])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "sentence"),
+    [
+        ("fedavg", "server.momentum=1.0", r"server\.momentum and server\.beta2 are from 0 to below 1"),
+        ("fedavg", "server.beta2=-0.1", r"server\.momentum and server\.beta2 are from 0 to below 1"),
+        ("fedavg", "server.tau=0.0", r"server\.tau is above 0"),
+        ("fedavg", "local.momentum=1.0", r"local\.momentum and local\.beta2 are from 0 to below 1"),
+        ("fedavg", "local.beta2=-0.1", r"local\.momentum and local\.beta2 are from 0 to below 1"),
+        ("fedavg", "local.weight_decay=-0.1", r"local\.weight_decay is at least 0"),
+        ("fedavg", "local.decay=0.0", r"local\.decay above 0"),
+        ("fedprox", "mu=-1.0", r"method\.mu is -1; it is 0 or more"),
+        ("fedprox", "full_rounds=-1", r"method\.full_rounds is -1; it is 0 or more"),
+        ("scaffold", "server_lr=0.0", r"method\.server_lr is 0; it is above 0"),
+        ("fedsynth", "up.step=-0.1", "fedsynth needs step > 0"),
+        ("fedsynth", "up.decay=1.5", "0 < decay <= 1"),
+    ],
+)
+def test_a_value_out_of_its_range_is_one_sentence(method: str, change: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        read("digits/fedavg", ["method={}", f"method.name={method}", f"method.{change}"])
+
+
+@pytest.mark.parametrize(
+    ("method", "key", "sentence"),
+    [
+        ("scaffold", "user_privacy", "an update is cut and noised there, and its control variate would go along"),
+        ("q-fedavg", "privacy", "a client's weight is its loss on all its records, which no noise covers; it is a key"),
+        ("feddm", "privacy", "means of features are matched without clip or noise"),
+        ("fedlap", "user_privacy", "a set of images is no update that could be cut to a norm and summed"),
+        ("baffle", "user_privacy", "updates are cut and noised there, and it sends slopes of the loss"),
+    ],
+)
+def test_where_privacy_is_no_key_a_sentence_says_why(method: str, key: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{method} has no 'method.{key}': {sentence}"):
+        parse({"method": {"name": method, key: {"noise": 1.0}}})
+
+
+def test_a_key_of_others_is_no_misspelling() -> None:
+    with pytest.raises(ValueError, match=r"^fedlap has no 'method.user_privacy'.*; it is a key of fedage, fedavg, "):
+        parse({"method": {"name": "fedlap", "user_privacy": {}}})
+    with pytest.raises(ValueError, match=r"^raw has no 'method\.up\.points'; it is a key of tofu$"):
+        parse({"method": {"name": "fedavg", "up": {"points": 3}}})
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (b"rounds =", "own.toml is not valid TOML"),
+        (b"name = '\xff'", "own.toml is not valid TOML"),
+        (b"like = 3", "'like' names one other recipe"),
+        (b"like = 'digits/fedavgg'", "no recipe 'digits/fedavgg'; did you mean 'digits/fedavg'?"),
+        (b"like = 'gone.toml'", "there is no recipe file .*gone.toml"),
+    ],
+)
+def test_a_damaged_file_is_one_sentence(tmp_path: Path, text: bytes, sentence: str) -> None:
+    (tmp_path / "own.toml").write_bytes(text)
+    with pytest.raises(ValueError, match=sentence) as caught:
+        read(str(tmp_path / "own.toml"))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_name_or_file_is_one_sentence() -> None:
+    with pytest.raises(ValueError, match="there is no recipe 'zzz'; "):
+        read("zzz")
+    with pytest.raises(ValueError, match=r"there is no recipe file zzz\.toml"):
+        read("zzz.toml")
+
+
+def test_a_recipe_builds_its_task() -> None:
+    task = read("digits/fedavg", ["split.clients=3", "split.kind=dirichlet", "split.alpha=0.5"]).build()
+    assert len(task.clients) == 3
+    assert task.clients.kind == "dirichlet"
+    assert task.layout.size == 20010
+
+
+@pytest.mark.parametrize("name", ["tpu", "cudax"])
+def test_an_unknown_device_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"device '{name}' is not known"):
+        recipe.pick_device(name)

@@ -1,0 +1,63 @@
+"""Training that begins with weights from a run or a file."""
+
+import numpy as np
+import pytest
+import torch
+
+import fedveil as fv
+from fedveil.runs import recipe
+from fedveil.runs.folder import newest
+
+
+def built(source, **more):
+    changes = [f"task.weights={source}", *(f"{key}={value}" for key, value in more.items())]
+    return recipe.read("digits/fedavg", changes).build()
+
+
+@pytest.fixture
+def finished(tmp_path):
+    task = recipe.read("digits/fedavg").build()
+    fv.run(task, fv.FedSGD(), rounds=1, cohort=2, folder=tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_a_run_begins_where_another_ended(finished):
+    start = built(finished).initial
+    assert torch.equal(start, newest(finished).state.weights)
+    assert not torch.equal(start, recipe.read("digits/fedavg").build().initial)
+
+
+def test_layers_that_a_file_does_not_name_are_drawn(tmp_path):
+    np.savez(tmp_path / "w.npz", **{"conv.bias": np.arange(16)})
+    task, drawn = built(tmp_path / "w.npz"), recipe.read("digits/fedavg").build()
+    layers, other = task.layout.split(task.initial), drawn.layout.split(drawn.initial)
+    assert torch.equal(layers["conv.bias"], torch.arange(16.0))
+    assert torch.equal(layers["fc1.weight"], other["fc1.weight"])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "sentence"),
+    [
+        ({"fc3.weight": np.zeros(3)}, r"holds 'fc3.weight' of shape \[3\], the model has no such layer"),
+        ({"conv.bias": np.zeros(3)}, r"holds 'conv.bias' of shape \[3\], the model is \[16\]"),
+        ({"conv.bias": np.full(16, np.nan)}, "holds 'conv.bias' with values that are not finite"),
+        ({"conv.bias": np.array([object()] * 16)}, "not readable|not numbers|no .npy array"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(tmp_path, arrays, sentence):
+    np.savez(tmp_path / "w.npz", **arrays)
+    with pytest.raises(ValueError, match=sentence):
+        built(tmp_path / "w.npz")
+
+
+def test_a_path_that_is_nothing_of_the_kind_is_named(tmp_path, finished):
+    with pytest.raises(ValueError, match="neither a run folder nor an"):
+        built(tmp_path / "no.npz")
+    with pytest.raises(ValueError, match="which holds no checkpoint; give a finished run"):
+        built(tmp_path)
+    with pytest.raises(ValueError, match=r"holds 20010 weights, the model has \d+; give a run of this model"):
+        recipe.read("digits/fedavg", [f"task.weights={finished}", "task.model=baffle-lenet"]).build()
+    last = max(finished.glob("checkpoint-*.fv"))
+    last.write_bytes(last.read_bytes()[:-1] + b"?")
+    with pytest.raises(ValueError, match=r"no checkpoint in .* can be read: checkpoint-00000001.fv \(damaged"):
+        built(finished)
