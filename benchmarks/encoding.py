@@ -9,8 +9,8 @@ import torch
 
 import fedveil as fv
 from fedveil import models
-from fedveil.codecs.fedsynth import FedSynth
-from fedveil.core.clients import Crowd
+from fedveil.codecs.fedsynth import FedSynthCodec
+from fedveil.core.clients import ClientStack
 from fedveil.data import from_tensors
 from fedveil.gpu import graphs
 
@@ -19,7 +19,7 @@ def fedsynth() -> dict[str, float]:
     """FedSynth's fit, 10 clients: one stack (on a GPU a graph a step) against a client at a time in eager mode."""
     gpu = torch.cuda.is_available()
     shape, name, records = ((1, 28, 28), "mcmahan-cnn", 600) if gpu else ((1, 8, 8), "digits-cnn", 140)
-    codec = FedSynth() if gpu else FedSynth(batches=3, epochs=1, fits=20)
+    codec = FedSynthCodec() if gpu else FedSynthCodec(batches=3, epochs=1, fits=20)
     draw = fv.Seed.root(0).torch()
     x, y = torch.randn(10 * records, *shape, generator=draw), torch.randint(0, 10, (10 * records,), generator=draw)
     data = from_tensors(x, y, x[:10], y[:10])
@@ -45,13 +45,13 @@ def fedsynth() -> dict[str, float]:
     }
 
 
-def _seconds(codec: FedSynth, task: fv.Task, updates: torch.Tensor, clients: range | list[int]) -> float:
+def _seconds(codec: FedSynthCodec, task: fv.Task, updates: torch.Tensor, clients: range | list[int]) -> float:
     seeds = [fv.Seed.root(k) for k in clients]
     taken = []
     for _ in range(2):  # the first call warms up
-        crowd = Crowd(task, tuple(clients), 1, fv.Seed.root(0), fv.Seed.root(0), [], [])
+        stack = ClientStack(task, tuple(clients), 1, fv.Seed.root(0), fv.Seed.root(0), [], [])
         began = time.perf_counter()
-        codec.encode(task, task.initial.expand(len(updates), -1), updates, seeds, crowd)
+        codec.encode(task, task.initial.expand(len(updates), -1), updates, seeds, stack)
         if task.device.type == "cuda":
             torch.cuda.synchronize()
         taken.append(time.perf_counter() - began)

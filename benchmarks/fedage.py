@@ -10,7 +10,7 @@ import torch
 import fedveil as fv
 from fedveil import models
 from fedveil.codecs.autoencoder import Code, Pair, linear
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from fedveil.data import from_tensors
 
 
@@ -23,12 +23,14 @@ def fedage() -> dict[str, float]:
     data = from_tensors(x, y, x[:10], y[:10])
     model = models.build("fedage-mnist", data.input, 10)
     task = fv.Task(model, data, fv.split("iid", data, clients, fv.Seed.root(0)), device=device)
-    crowd = Crowd(task, tuple(range(clients)), 1, fv.Seed.root(0), fv.Seed.root(0), [], [])
+    stack = ClientStack(task, tuple(range(clients)), 1, fv.Seed.root(0), fv.Seed.root(0), [], [])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        fv.Local(lr=0.1, steps=8, batch=100).train(crowd, task.initial)
-        training = _seconds(lambda: fv.Local(lr=0.1, epochs=5, batch=100).train(crowd, task.initial), task) / clients
+        fv.LocalTraining(lr=0.1, steps=8, batch=100).train(stack, task.initial)
+        training = (
+            _seconds(lambda: fv.LocalTraining(lr=0.1, epochs=5, batch=100).train(stack, task.initial), task) / clients
+        )
         figures = {"weights": float(task.layout.size), "training, seconds a client": training}
         for name, code, share in (
             ("linear, b = 64", Code(width=0), 1),
@@ -43,8 +45,8 @@ def fedage() -> dict[str, float]:
             decoding = share / clients * _seconds(lambda p=pair, q=codes: p.decode(q), task)
             figures |= {f"{name}: encoding / training": encoding / training, f"{name}: decoding, seconds": decoding}
         updates = 0.01 * torch.randn(clients, task.layout.size, generator=draw).to(device)
-        tuned = fv.FedAge(width=0).at(0.05, fv.Seed.root(0))
-        whole = _seconds(lambda: tuned.encode(task, updates, updates, crowd.seeds("encoding"), None), task) / clients
+        tuned = fv.FedAgeCodec(width=0).at(0.05, fv.Seed.root(0))
+        whole = _seconds(lambda: tuned.encode(task, updates, updates, stack.seeds("encoding"), None), task) / clients
         figures["rounding, shuffling and the linear code / training"] = whole / training
         return figures
     finally:

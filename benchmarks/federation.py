@@ -10,9 +10,9 @@ import torch.nn.functional as F
 import fedveil as fv
 from benchmarks.clock import in_turns
 from fedveil import models
-from fedveil.core.federation import Federation, Sampling
+from fedveil.core.federation import CohortSampler, Federation
 from fedveil.data import from_tensors
-from fedveil.engines import Local as LocalEngine
+from fedveil.engines import LocalEngine
 
 
 class Loop:
@@ -27,7 +27,7 @@ class Loop:
 
     def round(self, number: int, seed: fv.Seed) -> None:
         round_seed = seed.child("round", number)
-        cohort = Sampling(size=10).draw(self.task, round_seed.child("cohort"))
+        cohort = CohortSampler(size=10).draw(self.task, round_seed.child("cohort"))
         total = [torch.zeros_like(p) for p in self.weights]
         records = 0
         for client in cohort:
@@ -66,10 +66,10 @@ def _race(data: fv.Data, model_name: str, batch: int, lr: float, turns: int, lea
     model = models.build(model_name, data.input, data.classes)
     models.initialise(model, seed.child("weights"))
     task = fv.Task(model, data, fv.split("iid", data, 100, seed))
-    method = fv.FedAvg(local=fv.Local(lr=lr, epochs=1, batch=batch))
-    ours = Federation(task, method, LocalEngine(), Sampling(size=10), seed, evaluate_every=10**8)
+    method = fv.FedAvg(local=fv.LocalTraining(lr=lr, epochs=1, batch=batch))
+    ours = Federation(task, method, LocalEngine(), CohortSampler(size=10), seed, evaluate_every=10**8)
     loop = Loop(task, model, batch, lr)
-    state, done = method.begin(task), 0
+    state, done = method.init_state(task), 0
 
     def our_round() -> None:
         nonlocal state, done
@@ -128,9 +128,9 @@ def many_clients() -> dict[str, float]:
 
 
 def _stepper(task: fv.Task, seed: fv.Seed) -> object:
-    method = fv.FedAvg(local=fv.Local(batch=10))
-    federation = Federation(task, method, LocalEngine(), Sampling(size=10), seed, evaluate_every=10**8)
-    state, done = method.begin(task), 0
+    method = fv.FedAvg(local=fv.LocalTraining(batch=10))
+    federation = Federation(task, method, LocalEngine(), CohortSampler(size=10), seed, evaluate_every=10**8)
+    state, done = method.init_state(task), 0
 
     def step() -> None:
         nonlocal state, done

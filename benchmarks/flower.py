@@ -10,7 +10,7 @@ import torch
 
 import fedveil as fv
 from fedveil.core.federation import Engine
-from fedveil.engines import Local
+from fedveil.engines import LocalEngine
 from fedveil.runs import recipe
 
 TURNS, ROUNDS = 4, 5  # of the rounds of a turn the first warms up and the last is evaluated
@@ -43,7 +43,7 @@ def _race(clients: int) -> dict[str, float]:
     with simulate(client_app(FromRecipe(plan.toml())), clients) as flower:
         turn(flower)
         start = time.perf_counter() - began
-        turns = [(turn(flower), turn(Local()), turn(Local(stack=1, workers=1))) for _ in range(TURNS)]
+        turns = [(turn(flower), turn(LocalEngine()), turn(LocalEngine(stack=1, workers=1))) for _ in range(TURNS)]
     on_flower, stacked, single = (statistics.median(chain(*side)) for side in zip(*turns, strict=True))
     return {
         "until Flower has done five rounds, seconds": start,

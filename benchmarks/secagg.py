@@ -19,7 +19,7 @@ from fedveil.core import message
 from fedveil.core.clients import Clients, Letter, Reply
 from fedveil.core.message import Answer, Count, Question, Weights
 from fedveil.data import from_tensors
-from fedveil.engines import Local
+from fedveil.engines import LocalEngine
 from fedveil.privacy import SecureSum, skellam
 from fedveil.privacy.secagg import identity, shamir
 from fedveil.privacy.secagg.protocol import Advertise, Deal, Mask, Share, Unmask
@@ -51,21 +51,21 @@ class _Given(fv.Method):
     vectors: Sequence[Tensor] = ()
     secure: SecureSum = field(default_factory=SecureSum)
 
-    def begin(self, task: fv.Task) -> fv.State:
+    def init_state(self, task: fv.Task) -> fv.State:
         return _State(task.initial)
 
     def round(self, state: Any, cohort: fv.Cohort) -> fv.State:
         return _State(state.weights + cohort.ask_sum(_Give(), self.secure).mean("update"))
 
     @property
-    def answer(self) -> Mapping[type[Question], Callable[..., Sequence[Answer]]]:
-        return self.secure.stages({_Give: lambda crowd, q: [_Vector(self.vectors[k]) for k in crowd.clients]})
+    def handlers(self) -> Mapping[type[Question], Callable[..., Sequence[Answer]]]:
+        return self.secure.stages({_Give: lambda stack, q: [_Vector(self.vectors[k]) for k in stack.clients]})
 
 
 del fv.METHODS[_Given.name]
 
 
-class _Recorder(Local):
+class _Recorder(LocalEngine):
     """Keeps each client's letters, and what it held in its notes before each."""
 
     def __init__(self) -> None:

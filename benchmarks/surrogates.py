@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fedveil as fv
 from benchmarks.clock import in_turns
 from fedveil import models
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from fedveil.data import from_tensors
 from fedveil.gpu import graphs
 from fedveil.gpu.graphs import one_thread
@@ -73,8 +73,8 @@ def _seconds(method: FedLap, task: fv.Task, stacks: list[tuple[int, ...]]) -> fl
         began, answers = time.perf_counter(), []
         for clients in stacks:
             blank: list[None] = [None] * len(clients)
-            crowd = Crowd(task, clients, 1, fv.Seed.root(0), fv.Seed.root(0), blank, [{} for _ in clients])
-            answers += one.distil(crowd, Distil(task.initial, 2 * one.images))
+            stack = ClientStack(task, clients, 1, fv.Seed.root(0), fv.Seed.root(0), blank, [{} for _ in clients])
+            answers += one.distil(stack, Distil(task.initial, 2 * one.images))
         one.optimise(task, task.initial, answers)
         _wait(task.device)
         taken = time.perf_counter() - began

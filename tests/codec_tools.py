@@ -1,4 +1,4 @@
-"""What the tests of the codecs share: small smooth tasks, a crowd without a run, and the digits."""
+"""What the tests of the codecs share: small smooth tasks, a stack without a run, and the digits."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ def image_task(
             for parameter in model.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=draw) / 3)
     data = from_tensors(x, y, x, y, classes=3)
-    return fv.Task(model, data, fv.split("iid", data, clients, fv.Seed.root(1), most=-(-60 // clients)))
+    return fv.Task(model, data, fv.split("iid", data, clients, fv.Seed.root(1), max_records=-(-60 // clients)))
 
 
 @functools.cache
 def digits() -> fv.Task:
-    return recipe.read("digits/fedavg", ["split.most=144"]).build()
+    return recipe.read("digits/fedavg", ["split.max_records=144"]).build()
 
 
-def crowd_of(task: fv.Task, *clients: int, round_: int = 1, memory: list[Any] | None = None) -> fv.Crowd:
-    """Clients as a method's `answer` sees them."""
+def stack_of(task: fv.Task, *clients: int, round_: int = 1, memory: list[Any] | None = None) -> fv.ClientStack:
+    """Clients as a method's `handlers` see them."""
     seed = fv.Seed.root(0).child("round", round_)
     notes: list[dict[str, Any]] = [{} for _ in clients]
-    return fv.Crowd(task, clients, round_, seed, fv.Seed.root(7), memory or [None] * len(clients), notes)
+    return fv.ClientStack(task, clients, round_, seed, fv.Seed.root(7), memory or [None] * len(clients), notes)
 
 
-def trained(crowd: fv.Crowd, local: fv.Local) -> Tensor:
+def trained(stack: fv.ClientStack, local: fv.LocalTraining) -> Tensor:
     """Each client's update after training from the initial weights, [C, d]."""
-    return local.train(crowd, crowd.task.initial)[0] - crowd.task.initial
+    return local.train(stack, stack.task.initial)[0] - stack.task.initial
 
 
 def through_the_wire(codec: fv.Codec, task: fv.Task, payload: Any) -> Any:

@@ -19,7 +19,7 @@ from fedveil.core import message
 from fedveil.core.clients import Clients, Letter, Reply
 from fedveil.core.message import Answer, Question, Record, Refused, Shape, Weights
 from fedveil.data import from_tensors
-from fedveil.engines import Local
+from fedveil.engines import LocalEngine
 from fedveil.runs.folder import RunFolder
 
 
@@ -34,7 +34,7 @@ def linear_task(clients: int = 4, records: int = 24, seed: int = 0, uneven: bool
         ends = torch.arange(1, clients + 1).cumsum(0)
         starts = torch.cat([torch.zeros(1), ends * records / ends[-1]]).long().numpy()
         split = fv.Split(split.order, starts, "uneven")
-    split = replace(split, most=split.largest)
+    split = replace(split, max_records=split.largest)
     model = nn.Linear(3, 2)
     with torch.no_grad():
         model.weight.copy_(torch.arange(6.0).view(2, 3) / 10)
@@ -80,7 +80,7 @@ class Twice(fv.Method):
 
     name: ClassVar[str] = "toy-twice"
 
-    def begin(self, task: fv.Task) -> fv.State:
+    def init_state(self, task: fv.Task) -> fv.State:
         return Plain(task.initial)
 
     def round(self, state: Any, cohort: fv.Cohort) -> fv.State:
@@ -89,17 +89,17 @@ class Twice(fv.Method):
         return Plain(state.weights + answers.stack("value").sum(0))
 
     @property
-    def answer(self) -> Mapping[type[Question], Callable[..., Sequence[Answer]]]:
+    def handlers(self) -> Mapping[type[Question], Callable[..., Sequence[Answer]]]:
         return {First: self.first, Second: self.second}
 
-    def first(self, crowd: fv.Crowd, question: First) -> list[Number]:
-        own = [torch.tensor([float(k)]) + question.value for k in crowd.clients]
-        for note, value in zip(crowd.notes, own, strict=True):
+    def first(self, stack: fv.ClientStack, question: First) -> list[Number]:
+        own = [torch.tensor([float(k)]) + question.value for k in stack.clients]
+        for note, value in zip(stack.notes, own, strict=True):
             note["own"] = value
         return [Number(v) for v in own]
 
-    def second(self, crowd: fv.Crowd, question: Second) -> list[Number]:
-        return [Number(v / question.value) for v in crowd.recall("own")]
+    def second(self, stack: fv.ClientStack, question: Second) -> list[Number]:
+        return [Number(v / question.value) for v in stack.recall("own")]
 
 
 @message.kind(203)
@@ -122,7 +122,7 @@ class FourStages(fv.Method):
 
     name: ClassVar[str] = "toy-four-stages"
 
-    def begin(self, task: fv.Task) -> fv.State:
+    def init_state(self, task: fv.Task) -> fv.State:
         return Plain(task.initial)
 
     def round(self, state: Any, cohort: fv.Cohort) -> fv.State:
@@ -135,8 +135,8 @@ class FourStages(fv.Method):
         return Plain(state.weights + sum(mail.values(), torch.zeros(1)))
 
     @property
-    def answer(self) -> Mapping[type[Question], Callable[..., Sequence[Answer]]]:
-        return {Stage: lambda crowd, question: [Number(question.value + 1) for _ in crowd.clients]}
+    def handlers(self) -> Mapping[type[Question], Callable[..., Sequence[Answer]]]:
+        return {Stage: lambda stack, question: [Number(question.value + 1) for _ in stack.clients]}
 
 
 @message.kind(205)
@@ -150,7 +150,7 @@ class Digest(Answer, frozen=True):
 
 
 @message.kind(207)
-class Follow(Question, frozen=True):
+class CatchUp(Question, frozen=True):
     """The steps a client has missed, oldest first."""
 
     reply = Digest
@@ -174,13 +174,13 @@ class LastReference(fv.Method):
 
     name: ClassVar[str] = "toy-last"
 
-    def begin(self, task: fv.Task) -> fv.State:
+    def init_state(self, task: fv.Task) -> fv.State:
         return FollowState(task.initial, [], torch.zeros(len(task.clients), dtype=torch.int64))
 
     def round(self, state: Any, cohort: fv.Cohort) -> fv.State:
         step = Step(torch.full_like(state.weights, float(cohort.round)))
         history = [*state.history, step]
-        answers = cohort.ask({k: Follow(history[int(state.versions[k]) :]) for k in cohort.ids})
+        answers = cohort.ask({k: CatchUp(history[int(state.versions[k]) :]) for k in cohort.ids})
         weights = state.weights + step.change
         versions = state.versions.clone()
         for client, answer in answers.items():
@@ -189,13 +189,13 @@ class LastReference(fv.Method):
         return FollowState(weights, history, versions)
 
     @property
-    def answer(self) -> Mapping[type[Question], Callable[..., Sequence[Answer]]]:
-        return {Follow: self.follow}
+    def handlers(self) -> Mapping[type[Question], Callable[..., Sequence[Answer]]]:
+        return {CatchUp: self.follow}
 
-    def follow(self, crowd: fv.Crowd, question: Follow) -> list[Digest]:
-        here = [crowd.task.initial if m is None else m.weights for m in crowd.memory]
+    def follow(self, stack: fv.ClientStack, question: CatchUp) -> list[Digest]:
+        here = [stack.task.initial if m is None else m.weights for m in stack.memory]
         here = [w + sum(s.change for s in question.steps) for w in here]
-        crowd.remember([Followed(w) for w in here])
+        stack.remember([Followed(w) for w in here])
         return [Digest(w.sum()[None]) for w in here]
 
 
@@ -210,7 +210,7 @@ class Tamper:
     """A local engine whose replies pass through `change(round, replies) -> replies` before the server sees them."""
 
     def __init__(self, change: Callable[[int, list[Reply]], Iterable[Reply]]) -> None:
-        self.change, self.inner, self.stack = change, Local(stack=1, workers=1), 1
+        self.change, self.inner, self.stack = change, LocalEngine(stack=1, workers=1), 1
 
     def open(self, clients: Clients) -> None:
         self.inner.open(clients)

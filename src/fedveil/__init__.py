@@ -1,17 +1,28 @@
-"""Federated learning in which no raw gradient leaves a client."""
+"""Federated learning in which no raw gradient has to leave a client."""
 
 from fedveil.codecs.base import Codec
-from fedveil.codecs.fedage import FedAge
-from fedveil.codecs.fedsynth import FedSynth
+from fedveil.codecs.fedage import FedAgeCodec
+from fedveil.codecs.fedsynth import FedSynthCodec
 from fedveil.codecs.half import Half
 from fedveil.codecs.qsgd import Qsgd
 from fedveil.codecs.raw import Raw
 from fedveil.codecs.tiers import Tiers
-from fedveil.codecs.tofu import Tofu
+from fedveil.codecs.tofu import TofuCodec
 from fedveil.codecs.topk import TopK
 from fedveil.codecs.zstd import Zstd
-from fedveil.core.clients import Crowd
-from fedveil.core.federation import METHODS, About, Answers, Cohort, Federation, Method, Sampling, State, run, settle
+from fedveil.core.clients import ClientStack
+from fedveil.core.federation import (
+    METHODS,
+    About,
+    Answers,
+    Cohort,
+    CohortSampler,
+    Federation,
+    Method,
+    State,
+    run,
+    settle,
+)
 from fedveil.core.ledger import Ledger, Result, Row
 from fedveil.core.message import Answer, Question, Record, Refused
 from fedveil.core.seeds import Seed
@@ -21,7 +32,7 @@ from fedveil.methods.baffle.baffle import Baffle
 from fedveil.methods.fedavg import FedAvg
 from fedveil.methods.fedprox import FedProx
 from fedveil.methods.fedsgd import FedSGD
-from fedveil.methods.presets import FedAgeAvg, FedSynthAvg, TofuAvg
+from fedveil.methods.presets import FedAge, FedSynth, Tofu
 from fedveil.methods.qfedavg import QFedAvg
 from fedveil.methods.scaffold import Scaffold
 from fedveil.methods.surrogates.feddm import FedDm
@@ -30,37 +41,38 @@ from fedveil.privacy import SecureSum
 from fedveil.privacy.dpsgd import DpSgd
 from fedveil.privacy.users import UserLevel
 from fedveil.runs.recipe import Recipe
-from fedveil.train.aggregators import Merge
-from fedveil.train.local import Local
-from fedveil.train.optimizers import Server
+from fedveil.train.aggregators import Aggregator
+from fedveil.train.local import LocalTraining
+from fedveil.train.optimizers import ServerOptimizer
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "METHODS",
     "About",
+    "Aggregator",
     "Answer",
     "Answers",
     "Baffle",
+    "ClientStack",
     "Codec",
     "Cohort",
-    "Crowd",
+    "CohortSampler",
     "Data",
     "DpSgd",
     "FedAge",
-    "FedAgeAvg",
+    "FedAgeCodec",
     "FedAvg",
     "FedDm",
     "FedLap",
     "FedProx",
     "FedSGD",
     "FedSynth",
-    "FedSynthAvg",
+    "FedSynthCodec",
     "Federation",
     "Half",
     "Ledger",
-    "Local",
-    "Merge",
+    "LocalTraining",
     "Method",
     "QFedAvg",
     "Qsgd",
@@ -71,17 +83,16 @@ __all__ = [
     "Refused",
     "Result",
     "Row",
-    "Sampling",
     "Scaffold",
     "SecureSum",
     "Seed",
-    "Server",
+    "ServerOptimizer",
     "Split",
     "State",
     "Task",
     "Tiers",
     "Tofu",
-    "TofuAvg",
+    "TofuCodec",
     "TopK",
     "UserLevel",
     "Zstd",

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import fedveil as fv
-from codec_tools import crowd_of, digits, image_task, trained
+from codec_tools import digits, image_task, stack_of, trained
 from fedveil.attacks.differential import differential, direct, expose
 
-LINEAR = fv.FedAge(block=16, cohort=5, width=0)
+LINEAR = fv.FedAgeCodec(block=16, cohort=5, width=0)
 SHIPPED = replace(LINEAR, width=64)
 
 
@@ -38,7 +38,7 @@ def test_of_a_linear_code_leaving_out_finds_what_decoding_finds():
 
 
 def test_clients_that_are_alike_have_a_high_baseline_and_their_own_part_is_found_all_the_same():
-    updates = trained(crowd_of(digits(), 0, 1, 2, 3, 4), fv.Local(lr=0.3, epochs=5, batch=20))
+    updates = trained(stack_of(digits(), 0, 1, 2, 3, 4), fv.LocalTraining(lr=0.3, epochs=5, batch=20))
     found = expose(digits(), SHIPPED, updates, fv.Seed.root(1))
     assert float(found.baseline.min()) > 0.8
     assert float(found.own.min()) > 0.4

@@ -9,7 +9,7 @@ from torch import nn
 
 import fedveil as fv
 from fedveil.attacks.mechanism import Heard, Mechanism, Planted, Tapped, audit, bound, canary, noise, quiet
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from fedveil.core.federation import private_root
 from fedveil.data import from_tensors
 from fedveil.privacy import account, dpsgd
@@ -18,8 +18,8 @@ from fedveil.privacy.dpsgd import clipped_sum
 
 PRIVATE = fv.DpSgd(noise=4.0, clip=0.5, delta=1e-3)
 METHODS = {
-    "fedavg": fv.FedAvg(fv.Local(lr=0.1, batch=6, steps=10), privacy=PRIVATE),
-    "secure": fv.FedAvg(fv.Local(lr=0.1, batch=6, steps=10), privacy=PRIVATE, secure=fv.SecureSum()),
+    "fedavg": fv.FedAvg(fv.LocalTraining(lr=0.1, batch=6, steps=10), privacy=PRIVATE),
+    "secure": fv.FedAvg(fv.LocalTraining(lr=0.1, batch=6, steps=10), privacy=PRIVATE, secure=fv.SecureSum()),
     "fedlap": fv.FedLap(
         images=1,
         passes=2,
@@ -41,7 +41,7 @@ def wide_task() -> fv.Task:
     y = (x.sum(1) > 0).long()
     data = from_tensors(x, y, x, y, classes=40)
     torch.manual_seed(0)
-    split = fv.split("iid", data, 4, fv.Seed.root(0), most=len(x) // 4)
+    split = fv.split("iid", data, 4, fv.Seed.root(0), max_records=len(x) // 4)
     return fv.Task(nn.Linear(40, 40), data, replace(split, held=((0, 1),) * 4))
 
 
@@ -92,7 +92,9 @@ def test_tokens_have_canaries_too():
     x, y = x.to(torch.uint8), x
     data = fv.Data("tokens", x, y, x, y, 7, tuple("abcdefg"))
     model = nn.Sequential(Long(), nn.Embedding(7, 6), nn.Linear(6, 7))
-    task = fv.Task(model, data, fv.split("iid", data, 2, fv.Seed.root(0), most=len(x) // 2), loss="next-character")
+    task = fv.Task(
+        model, data, fv.split("iid", data, 2, fv.Seed.root(0), max_records=len(x) // 2), loss="next-character"
+    )
     with_it = Planted(task, (0,), task.initial, torch.tensor([3, 5]), np.array([True, True]), 2.0)
     losses = with_it.losses(task.initial, with_it.x, with_it.y)
     assert torch.allclose(losses[:12], task.losses(task.initial, task.x, task.y))
@@ -122,8 +124,8 @@ def test_a_change_of_the_records_leaves_canaries_as_they_are():
     task = planted(np.ones(8, bool))
     heard = Heard(task.places)
     how = Tapped(noise=1.0, heard=heard, silent=True)
-    crowd = Crowd(task, (0,), 1, fv.Seed.root(0), fv.Seed.root(1), [None], [{}])
-    draw = how.gradients(crowd, task.initial[None], 12, [(3, [fv.Seed.root(2)])], lambda x: x * 0)
+    stack = ClientStack(task, (0,), 1, fv.Seed.root(0), fv.Seed.root(1), [None], [{}])
+    draw = how.gradients(stack, task.initial[None], 12, [(3, [fv.Seed.root(2)])], lambda x: x * 0)
     for _ in range(3):
         draw()
     assert heard.rate == 1
@@ -190,7 +192,9 @@ def test_noise_that_is_the_same_in_every_step_is_found(monkeypatch):
 
 
 def test_private_seeds_that_serve_twice_are_found(monkeypatch):
-    monkeypatch.setattr(Crowd, "secrets", lambda crowd, purpose: [fv.Seed.root(5).child(k) for k in crowd.clients])
+    monkeypatch.setattr(
+        ClientStack, "secrets", lambda stack, purpose: [fv.Seed.root(5).child(k) for k in stack.clients]
+    )
     assert "one private seed served" in " | ".join(audited(answers=2).broken())
 
 

@@ -124,7 +124,7 @@ def test_an_overfitted_run_gives_its_members_away():
 
 def test_a_private_run_does_not():
     private = ("method.privacy.noise=2.0", "method.privacy.delta=1e-3", "method.local.steps=10", "rounds=2")
-    count, found, control, baseline = attacked("split.most=144", *private)
+    count, found, control, baseline = attacked("split.max_records=144", *private)
     assert count == 360
     for each in found.values():
         assert each.auc < 0.56

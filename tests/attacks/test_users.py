@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fedveil as fv
-from codec_tools import crowd_of
+from codec_tools import stack_of
 from fedveil.attacks.users import SumAudit, audit, encoded, neighbours, ruled_out
 from fedveil.codecs.raw import Update
 from fedveil.privacy.accountant import Noised, epsilon
@@ -63,9 +63,9 @@ def test_rounded_shares_of_gaussian_noise_are_caught():
 
 def test_what_is_audited_is_what_a_client_gives_to_the_sum():
     how = dataclasses.replace(fv.SecureSum(bits=8), clip=0.5).noised(SumNoise(2.0))
-    crowd, fixed = crowd_of(linear_task(), 0, 1), how.fixed_point(4, 3, {}, Update)
+    stack, fixed = stack_of(linear_task(), 0, 1), how.fixed_point(4, 3, {}, Update)
     update = torch.linspace(-0.2, 0.15, 8)
-    sent = Summand(how, {})._encoded(crowd, 1, fixed, Update(update), 8)[:-2]
-    key = masks.derive(crowd.secrets("sum noise")[1].key, b"fedveil sum noise")
-    found = encoded(fixed)(update.numpy()[None], key, crowd.seeds("rounding")[1].numpy())
+    sent = Summand(how, {})._encoded(stack, 1, fixed, Update(update), 8)[:-2]
+    key = masks.derive(stack.secrets("sum noise")[1].key, b"fedveil sum noise")
+    found = encoded(fixed)(update.numpy()[None], key, stack.seeds("rounding")[1].numpy())
     np.testing.assert_array_equal(found[0], sent.view(np.dtype(f"i{sent.itemsize}")))

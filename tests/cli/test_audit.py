@@ -20,7 +20,7 @@ from shell import fv, good
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "audit.md").read_text(encoding="utf-8")
 SMALL = ["--set", "rounds=1", "--set", "method.local.epochs=1", "--device", "cpu"]
 PRIVATE = [
-    *("--set", "split.most=150"),
+    *("--set", "split.max_records=150"),
     *("--set", "method.privacy.noise=2.0", "--set", "method.privacy.delta=1e-3", "--set", "method.local.steps=10"),
     *("--set", "rounds=1", "--set", "cohort.size=2", "--device", "cpu", "--insecure-test-noise"),
 ]

@@ -204,7 +204,10 @@ def test_a_comparison_with_a_run_that_never_learned_anything_is_finished_and_end
 
 def test_a_cohort_too_small_for_a_secure_sum_is_a_sentence() -> None:
     told = sentence(run("a", "--set", "method.secure.bits=20"))
-    assert told == "fedveil: a round has 2 clients at most, and fedavg so set needs 3"
+    assert (
+        told == "fedveil: fedavg with these settings needs at least 3 clients per round, "
+        "but a round has at most 2; raise cohort.size"
+    )
 
 
 def test_the_first_failure_in_debug_mode_is_a_sentence_of_code_1() -> None:
@@ -280,7 +283,7 @@ def test_a_finished_run_says_so_and_can_be_extended() -> None:
 def test_resume_uses_what_the_run_was_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
     good(run("a", "--stack", 1, "--debug", rounds=1))
     made: list[tuple[object, ...]] = []
-    engine = jobs.Local
+    engine = jobs.LocalTraining
     monkeypatch.setattr(jobs, "Local", lambda *args: made.append(args) or engine(*args))
     good(fv("resume", "a", "--rounds", 2))
     assert made == [(1, 1, True, False)]
@@ -354,7 +357,7 @@ def test_a_comparison_is_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_comparison_with_a_private_run_has_a_column_for_it() -> None:
-    private = ["--set", "split.most=360", "--set", "method.privacy.delta=1e-3", "--set", "rounds=1"]
+    private = ["--set", "split.max_records=360", "--set", "method.privacy.delta=1e-3", "--set", "rounds=1"]
     good(run("c/digits-fedprox", *private, method="fedprox"))
     good(run("c/digits-fedavg", "--set", "rounds=1"))
     jobs_ = [jobs.Job.held(Path("c", name)) for name in ("digits-fedavg", "digits-fedprox")]
@@ -418,7 +421,7 @@ def test_a_private_round_tells_what_it_spent(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_run_ends_well_where_another_round_would_exceed_its_budget() -> None:
-    private = ["split.most=360", *(f"method.privacy.{key}" for key in ("noise=1", "delta=1e-3", "budget=5"))]
+    private = ["split.max_records=360", *(f"method.privacy.{key}" for key in ("noise=1", "delta=1e-3", "budget=5"))]
     more = [word for change in ["cohort.size=4", "method.local.batch=90", *private] for word in ("--set", change)]
     result = run("a", *more, "--format", "json", rounds=9)
     figures = good(result)
@@ -488,7 +491,7 @@ def test_a_codec_is_listed_and_described(codec: str) -> None:
         told = good(fv("describe", codec, "--format", "json"))
         assert told["keys"]["method.up.name"] == codec
         assert told["summary"].endswith(".")
-        assert ("method.down takes the same" in shown) == fedveil.Codec.registry[codec].downward
+        assert ("method.down takes the same" in shown) == fedveil.Codec.registry[codec].server_can_encode
 
 
 @pytest.mark.parametrize("method", sorted(fedveil.METHODS))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedveil as fv
-from codec_tools import body, crowd_of, digits, through_the_wire
+from codec_tools import body, digits, stack_of, through_the_wire
 from fedveil.codecs.qsgd import Quantised
 from fedveil.codecs.topk import Sparse
 from fedveil.core.message import Refused
@@ -152,13 +152,13 @@ def test_a_setting_that_makes_no_sense_is_one_sentence(make, sentence):
 def residuals(feedback: bool, rounds: int) -> list[float]:
     """How far the sum of what was sent is from the sum of the true updates, round by round, over one update's norm."""
     task, up = linear_task(1, 24), fv.TopK(share=0.25)
-    method = fv.FedAvg(local=fv.Local(lr=0.5), up=up, feedback=feedback)
+    method = fv.FedAvg(local=fv.LocalTraining(lr=0.5), up=up, feedback=feedback)
     w, memory, behind, found = task.initial, None, torch.zeros(8), []
     for round_ in range(1, rounds + 1):
-        crowd = crowd_of(task, 0, round_=round_, memory=[memory])
-        true = method.update(crowd_of(task, 0, round_=round_), w)[0]
-        payload = method.encoded(crowd, w)
-        memory = crowd.kept[0] if crowd.kept else None
+        stack = stack_of(task, 0, round_=round_, memory=[memory])
+        true = method.update(stack_of(task, 0, round_=round_), w)[0]
+        payload = method.encoded(stack, w)
+        memory = stack.kept[0] if stack.kept else None
         behind = behind + true - up.decode(task, w[None], payload)[0]
         found.append(float(behind.norm() / true.norm()))
     return found
@@ -174,14 +174,16 @@ def test_with_error_feedback_the_sum_of_what_was_sent_tracks_the_sum_of_the_upda
 
 def test_without_a_loss_there_is_nothing_to_remember():
     task = linear_task(1, 24)
-    crowd = crowd_of(task, 0)
-    fv.FedAvg(up=fv.TopK(share=1.0), feedback=True).encoded(crowd, task.initial)
-    assert not crowd.kept[0].residual.any()
+    stack = stack_of(task, 0)
+    fv.FedAvg(up=fv.TopK(share=1.0), feedback=True).encoded(stack, task.initial)
+    assert not stack.kept[0].residual.any()
 
 
 def test_error_feedback_improves_top_k_on_the_digits():
     def run(feedback):
-        method = fv.FedAvg(local=fv.Local(lr=0.3, epochs=5, batch=20), up=fv.TopK(share=0.003), feedback=feedback)
+        method = fv.FedAvg(
+            local=fv.LocalTraining(lr=0.3, epochs=5, batch=20), up=fv.TopK(share=0.003), feedback=feedback
+        )
         return fv.run(digits(), method, rounds=10, cohort=5, evaluate_every=10).summary()
 
     plain, better = run(False), run(True)

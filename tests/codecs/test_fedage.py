@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fedveil as fv
-from codec_tools import crowd_of, digits, image_task, trained
-from fedveil.codecs.fedage import Codes, FedAge, quantise
+from codec_tools import digits, image_task, stack_of, trained
+from fedveil.codecs.fedage import Codes, FedAgeCodec, quantise
 from fedveil.codecs.raw import Update
 from fedveil.core import message
 from fedveil.core.clients import Clients, Letter
@@ -21,11 +21,11 @@ from fedveil.runs import recipe
 from fedveil.runs.cost import cost
 from toys import OtherProcess, Tamper, kept, linear_task
 
-LOCAL = fv.Local(lr=0.5, batch=4)
-DIGITS = fv.Local(lr=0.3, epochs=5, batch=20)
-SHIPPED = FedAge(block=16, cohort=5, width=64)
+LOCAL = fv.LocalTraining(lr=0.5, batch=4)
+DIGITS = fv.LocalTraining(lr=0.3, epochs=5, batch=20)
+SHIPPED = FedAgeCodec(block=16, cohort=5, width=64)
 LINEAR = replace(SHIPPED, width=0)
-LOSSLESS = FedAge(block=3, code=3, width=0, levels=1 << 15)  # 8 weights are no multiple of 3
+LOSSLESS = FedAgeCodec(block=3, code=3, width=0, levels=1 << 15)  # 8 weights are no multiple of 3
 
 
 # ---------------------------------------------------------------------------------------------------- rounding
@@ -59,28 +59,28 @@ def test_a_code_that_loses_nothing_gives_the_mean_back(permute):
     updates = torch.randn(4, task.layout.size, generator=torch.Generator().manual_seed(0))
     codec = replace(LOSSLESS, permute=permute).at(float(updates.abs().max()), fv.Seed.root(3))
     payloads = codec.encode(task, updates, updates, [fv.Seed.root(k) for k in range(4)], None)
-    torch.testing.assert_close(codec.merge(task, payloads), updates.mean(0), atol=1e-3, rtol=0)
+    torch.testing.assert_close(codec.aggregator(task, payloads), updates.mean(0), atol=1e-3, rtol=0)
     torch.testing.assert_close(codec.decode(task, updates, payloads), updates, atol=1e-3, rtol=0)
 
 
 def test_the_decoded_mean_of_real_updates_is_near_their_mean():
     task = digits()
-    updates = trained(crowd_of(task, 0, 1, 2, 3, 4), DIGITS)
+    updates = trained(stack_of(task, 0, 1, 2, 3, 4), DIGITS)
     for codec, least in ((LINEAR, 0.69), (SHIPPED, 0.66)):
         tuned = codec.at(float(updates.abs().max()), fv.Seed.root(3))
         payloads = tuned.encode(task, updates, updates, [fv.Seed.root(k) for k in range(5)], None)
-        assert float(torch.cosine_similarity(tuned.merge(task, payloads), updates.mean(0), 0)) > least
+        assert float(torch.cosine_similarity(tuned.aggregator(task, payloads), updates.mean(0), 0)) > least
 
 
 def test_over_shuffles_the_linear_code_is_unbiased_up_to_h_over_b():
     """Why a server step of b/h makes up for what one round loses."""
     task = image_task()
     update = torch.randn(1, task.layout.size, generator=torch.Generator().manual_seed(0))
-    codec = FedAge(block=8, width=0, levels=1 << 15)
+    codec = FedAgeCodec(block=8, width=0, levels=1 << 15)
     found = []
     for k in range(600):
         tuned = codec.at(float(update.abs().max()), fv.Seed.root(k))
-        found.append(tuned.merge(task, tuned.encode(task, update, update, [fv.Seed.root(k)], None)))
+        found.append(tuned.aggregator(task, tuned.encode(task, update, update, [fv.Seed.root(k)], None)))
     means = torch.stack(found)
     error = means.std(0) / math.sqrt(len(means))
     assert float(((2 * means.mean(0) - update[0]) / (2 * error)).square().mean()) < 1.5
@@ -89,7 +89,7 @@ def test_over_shuffles_the_linear_code_is_unbiased_up_to_h_over_b():
 
 def test_a_message_is_as_long_as_the_update_whatever_it_holds():
     task = image_task()
-    sizes = FedAge(block=16, width=0).sizes(task)
+    sizes = FedAgeCodec(block=16, width=0).sizes(task)
     assert (sizes["blocks"], sizes["code"]) == (-(-task.layout.size // 16), 8)
 
 
@@ -105,9 +105,9 @@ def final(method: fv.Method, task: fv.Task, rounds: int = 3, **options: object) 
     [
         fv.FedAvg(LOCAL),
         fv.FedProx(LOCAL, mu=0.5),
-        fv.FedSGD(server=fv.Server(lr=0.5)),
+        fv.FedSGD(server=fv.ServerOptimizer(lr=0.5)),
         fv.FedAvg(LOCAL, down=fv.Half()),
-        fv.FedAvg(LOCAL, server=fv.Server(optimizer="adam", lr=0.1)),
+        fv.FedAvg(LOCAL, server=fv.ServerOptimizer(optimizer="adam", lr=0.1)),
         fv.QFedAvg(LOCAL, q=2.0),
     ],
     ids=lambda method: f"{method.name}{' down' if getattr(method, 'down', None) else ''}",
@@ -139,10 +139,10 @@ def test_a_client_that_drops_out_between_the_two_questions_is_left_out_of_the_me
 
 def test_the_scale_is_the_largest_change_of_any_client_times_a_factor_that_decays():
     task = linear_task()
-    method = fv.FedAvg(fv.Local(lr=0.1, batch=100), up=replace(LOSSLESS, scale=0.5, decay=0.5))
+    method = fv.FedAvg(fv.LocalTraining(lr=0.1, batch=100), up=replace(LOSSLESS, scale=0.5, decay=0.5))
     first, second, _ = final(method, task).ledger.rows
-    crowd = crowd_of(task, 0, 1, 2, 3)
-    largest = float(method.update(crowd, task.initial).abs().max())
+    stack = stack_of(task, 0, 1, 2, 3)
+    largest = float(method.update(stack, task.initial).abs().max())
     assert first.metrics["scale"] == pytest.approx(0.5 * largest, rel=1e-5)
     assert second.metrics["scale"] < 0.5 * first.metrics["scale"]
     assert first.metrics["clipped"] > 0
@@ -150,7 +150,7 @@ def test_the_scale_is_the_largest_change_of_any_client_times_a_factor_that_decay
 
 
 def test_results_do_not_depend_on_the_engine_or_on_an_interruption(tmp_path):
-    method = fv.FedAvg(LOCAL, up=FedAge(block=4, width=0), feedback=True)
+    method = fv.FedAvg(LOCAL, up=FedAgeCodec(block=4, width=0), feedback=True)
     here = fv.run(linear_task(), method, rounds=4, cohort=3, folder=tmp_path / "a")
     there = fv.run(linear_task(), method, rounds=4, cohort=3, engine=OtherProcess())
     torch.testing.assert_close(here.weights, there.weights)
@@ -162,10 +162,11 @@ def test_results_do_not_depend_on_the_engine_or_on_an_interruption(tmp_path):
 
 def test_with_feedback_what_one_shuffle_loses_another_sends():
     task = linear_task(records=60)
-    codec = FedAge(block=4, width=0, levels=1 << 15)
-    target = final(fv.FedSGD(server=fv.Server(lr=0.3)), task, rounds=30).weights - task.initial
+    codec = FedAgeCodec(block=4, width=0, levels=1 << 15)
+    target = final(fv.FedSGD(server=fv.ServerOptimizer(lr=0.3)), task, rounds=30).weights - task.initial
     plain, fed = (
-        final(fv.FedSGD(up=codec, feedback=on, server=fv.Server(lr=0.3)), task, rounds=30).weights - task.initial
+        final(fv.FedSGD(up=codec, feedback=on, server=fv.ServerOptimizer(lr=0.3)), task, rounds=30).weights
+        - task.initial
         for on in (False, True)
     )
     assert float((fed - target).norm()) < 0.7 * float((plain - target).norm())
@@ -205,15 +206,18 @@ def test_on_the_digits_it_ends_within_a_point_of_fedavg_with_or_without_drop_out
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: fv.FedAvg(up=SHIPPED, merge=fv.Merge("median")), "only the mean is decoded"),
-        (lambda: fv.FedAvg(up=SHIPPED, merge=fv.Merge("clip")), 'user_privacy.where="client" against large ones'),
+        (lambda: fv.FedAvg(up=SHIPPED, aggregator=fv.Aggregator("median")), "only the mean is decoded"),
+        (
+            lambda: fv.FedAvg(up=SHIPPED, aggregator=fv.Aggregator("clip")),
+            'user_privacy.where="client" against large ones',
+        ),
         (lambda: fv.FedAvg(down=SHIPPED), "fedage, which is for the way up only"),
         (lambda: fv.FedAvg(up=replace(SHIPPED, permute=False), feedback=True), "set method.up.permute=true"),
         (lambda: fv.Zstd(inner=SHIPPED), "averaged as they are sent"),
         (lambda: fv.Tiers(strong=SHIPPED, weak=SHIPPED), "averaged and so are of one kind"),
         (lambda: fv.QFedAvg(up=fv.Qsgd()), "q-fedavg takes raw, or fedage"),
-        (lambda: FedAge(scale=0), "scale > 0"),
-        (lambda: FedAge(code=100), "a pair needs"),
+        (lambda: FedAgeCodec(scale=0), "scale > 0"),
+        (lambda: FedAgeCodec(code=100), "a pair needs"),
     ],
 )
 def test_what_makes_no_sense_is_a_configuration_error_with_its_reason(make, why):
@@ -223,7 +227,7 @@ def test_what_makes_no_sense_is_a_configuration_error_with_its_reason(make, why)
 
 def test_a_pair_that_was_never_trained_is_said_before_anything_is_trained(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path))
-    for method in (fv.FedAgeAvg(), fv.QFedAvg(up=FedAge(seed=12345))):
+    for method in (fv.FedAge(), fv.QFedAvg(up=FedAgeCodec(seed=12345))):
         with pytest.raises(ValueError, match="fedage has no trained pair b64-h32-s64-m10-w512"):
             fv.run(linear_task(), method, rounds=1)
 
@@ -269,9 +273,9 @@ def test_one_client_cannot_drown_the_others_where_the_scale_is_bounded():
             for r in replies
         ]
 
-    honest = final(fv.FedAvg(LOCAL, up=FedAge(block=4, code=4, width=0)), task)
+    honest = final(fv.FedAvg(LOCAL, up=FedAgeCodec(block=4, code=4, width=0)), task)
     for most, close in ((None, False), (1.0, True)):
-        method = fv.FedAvg(LOCAL, up=FedAge(block=4, code=4, width=0, most=most))
+        method = fv.FedAvg(LOCAL, up=FedAgeCodec(block=4, code=4, width=0, max_scale=most))
         drowned = final(method, task, engine=Tamper(boast))
         assert (float((drowned.weights - honest.weights).abs().max()) < 0.05) is close
 

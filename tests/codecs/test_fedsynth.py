@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fedveil as fv
-from codec_tools import body, check_instead_of_fitting, crowd_of, digits, image_task, through_the_wire, trained
+from codec_tools import body, check_instead_of_fitting, digits, image_task, stack_of, through_the_wire, trained
 from fedveil.codecs import fedsynth
 from fedveil.codecs.fedsynth import Synthetic
 from fedveil.codecs.fit import PRECISIONS, cosine, normal
@@ -18,17 +18,17 @@ SMALL = {"batches": 2, "batch": 4, "epochs": 2, "fits": 40}
 def small():
     """Two clients of a small smooth task and their updates."""
     task = image_task()
-    return task, trained(crowd_of(task, 0, 1), fv.Local(lr=0.3, epochs=2, batch=5))
+    return task, trained(stack_of(task, 0, 1), fv.LocalTraining(lr=0.3, epochs=2, batch=5))
 
 
-def encoded(codec: fv.FedSynth, task: fv.Task, updates: torch.Tensor) -> list[Synthetic]:
+def encoded(codec: fv.FedSynthCodec, task: fv.Task, updates: torch.Tensor) -> list[Synthetic]:
     clients = range(len(updates))
-    w, crowd = task.initial.expand(len(updates), -1), crowd_of(task, *clients)
-    payloads = codec.encode(task, w, updates, crowd.seeds("encoding"), crowd)
+    w, stack = task.initial.expand(len(updates), -1), stack_of(task, *clients)
+    payloads = codec.encode(task, w, updates, stack.seeds("encoding"), stack)
     return [through_the_wire(codec, task, p) for p in payloads]
 
 
-def decoded(codec: fv.FedSynth, task: fv.Task, payloads: list[Synthetic]) -> torch.Tensor:
+def decoded(codec: fv.FedSynthCodec, task: fv.Task, payloads: list[Synthetic]) -> torch.Tensor:
     return codec.decode(task, task.initial.expand(len(payloads), -1), payloads)
 
 
@@ -72,7 +72,7 @@ def test_one_step_by_hand():
     x, y = torch.tensor([[1.0, -2.0, 0.5], [0.0, 1.0, 3.0]]), torch.tensor([[0.9, 0.1], [0.3, 0.7]])
     payload = Synthetic(x[None], y[None], torch.tensor([0.02]), torch.tensor([1.5]), -2.0, 3.0)
     g = gradient(task.initial, x, y)
-    codec = fv.FedSynth(batches=1, batch=2, epochs=1)
+    codec = fv.FedSynthCodec(batches=1, batch=2, epochs=1)
     torch.testing.assert_close(decoded(codec, task, [payload])[0], -1.5 * g / g.norm())
 
 
@@ -87,13 +87,13 @@ def test_two_batches_used_twice_by_hand():
         total = total + steps[m] * g / g.norm()
         w = task.initial - total
     payload = Synthetic(x, y, steps, torch.tensor([0.7]), -3.0, 3.0)
-    codec = fv.FedSynth(batches=2, batch=2, epochs=2)
+    codec = fv.FedSynthCodec(batches=2, batch=2, epochs=2)
     torch.testing.assert_close(decoded(codec, task, [payload])[0], -0.7 * total / total.norm())
 
 
 @pytest.mark.parametrize(("batches", "epochs"), [(1, 3), (2, 2)])
 def test_the_unrolled_steps_differentiate_as_finite_differences_do(batches, epochs):
-    task, codec = image_task((1, 2, 2), hidden=3), fv.FedSynth(batches=batches, batch=2, epochs=epochs)
+    task, codec = image_task((1, 2, 2), hidden=3), fv.FedSynthCodec(batches=batches, batch=2, epochs=epochs)
     cpu, w = torch.device("cpu"), task.initial.expand(2, -1).double()
     images = normal(SEEDS, "x", (batches, 2, 1, 2, 2), cpu).double().requires_grad_()
     labels = normal(SEEDS, "y", (batches, 2, 3), cpu).double().softmax(-1).detach().requires_grad_()
@@ -114,20 +114,20 @@ def test_the_unrolled_steps_differentiate_as_finite_differences_do(batches, epoc
 @pytest.mark.parametrize("labels", ["project", "softmax"])
 def test_the_gradient_of_each_objective_is_that_of_finite_differences(monkeypatch, objective, labels):
     task = image_task((1, 2, 2), hidden=3)
-    task.x, crowd = task.x.double(), crowd_of(task, 0, 1)
-    codec = fv.FedSynth(batches=2, batch=2, epochs=2, step=0.1, objective=objective, labels=labels)
+    task.x, stack = task.x.double(), stack_of(task, 0, 1)
+    codec = fv.FedSynthCodec(batches=2, batch=2, epochs=2, step=0.1, objective=objective, labels=labels)
     w = task.initial.expand(2, -1).double()
     updates = 0.3 * normal(SEEDS, "update", (task.layout.size,), task.device).double()
     checked = check_instead_of_fitting(fedsynth, monkeypatch)
-    codec.encode(task, w, updates, SEEDS, crowd)
+    codec.encode(task, w, updates, SEEDS, stack)
     assert checked == [2]
 
 
 def test_kl_is_between_the_predictions_of_the_two_updated_nets_on_the_clients_own_records():
     task = linear_task(2, 24, uneven=True)
-    codec, crowd = fv.FedSynth(objective="kl"), crowd_of(task, 0, 1)
+    codec, stack = fv.FedSynthCodec(objective="kl"), stack_of(task, 0, 1)
     w, theta, g = (normal(SEEDS, name, (8,), task.device) for name in ("w", "theta", "g"))
-    found = codec._objective(task, w, theta, fedsynth._own_data(crowd, 1))(g)
+    found = codec._objective(task, w, theta, fedsynth._own_data(stack, 1))(g)
     for k, rows in enumerate(task.clients[k] for k in range(2)):
         p, q = (task.f(w[k] - step[k], task.x[rows]).softmax(1) for step in (theta, g))
         torch.testing.assert_close(found[k], (p * (p / q).log()).sum(1).mean())
@@ -153,7 +153,7 @@ def test_each_objective_reduces_what_it_minimises(small, objective):
     task, updates = small
     start, end = (
         decoded(codec, task, encoded(codec, task, updates))
-        for codec in (fv.FedSynth(**SMALL | {"fits": n}, objective=objective, best=False) for n in (1, 40))
+        for codec in (fv.FedSynthCodec(**SMALL | {"fits": n}, objective=objective, best=False) for n in (1, 40))
     )
     for k in range(2):
         before, after = (MEASURES[objective](task, k, updates[k], got[k]) for got in (start, end))
@@ -162,7 +162,7 @@ def test_each_objective_reduces_what_it_minimises(small, objective):
 
 def test_the_data_objective_may_do_better_on_the_clients_data_than_its_own_update(small):
     task, updates = small
-    codec = fv.FedSynth(**SMALL, objective="data")
+    codec = fv.FedSynthCodec(**SMALL, objective="data")
     got = decoded(codec, task, encoded(codec, task, updates))
     for k in range(2):
         assert own_loss(task, k, got[k]) < own_loss(task, k, updates[k])
@@ -173,7 +173,7 @@ def test_the_data_objective_may_do_better_on_the_clients_data_than_its_own_updat
 def test_labels_stay_on_the_simplex(small, monkeypatch, labels):
     task, updates = small
     spy = Spy(monkeypatch)
-    payloads = encoded(fv.FedSynth(**SMALL, lr=1.0, labels=labels), task, updates)
+    payloads = encoded(fv.FedSynthCodec(**SMALL, lr=1.0, labels=labels), task, updates)
     seen = [values[1] for values in spy.seen]
     shown = seen if labels == "project" else [logits.softmax(-1) for logits in seen]
     for soft in [*shown, *(p.labels for p in payloads)]:
@@ -183,7 +183,7 @@ def test_labels_stay_on_the_simplex(small, monkeypatch, labels):
 
 def test_the_set_with_the_lowest_loss_on_the_clients_own_data_is_sent(small, monkeypatch):
     task, updates = small
-    spy, codec = Spy(monkeypatch), fv.FedSynth(**SMALL, lr=0.5)
+    spy, codec = Spy(monkeypatch), fv.FedSynthCodec(**SMALL, lr=0.5)
     payloads = encoded(codec, task, updates)
     norm = updates.norm(dim=1)
     for k, payload in enumerate(payloads):
@@ -203,27 +203,27 @@ def test_the_set_with_the_lowest_loss_on_the_clients_own_data_is_sent(small, mon
 def test_the_lowest_loss_of_the_fit_is_that_of_what_is_decoded(small, monkeypatch, precision):
     """So the rounding is within the fit."""
     task, updates = small
-    spy, codec = Spy(monkeypatch), fv.FedSynth(**SMALL, best=False, precision=precision)
+    spy, codec = Spy(monkeypatch), fv.FedSynthCodec(**SMALL, best=False, precision=precision)
     got = decoded(codec, task, encoded(codec, task, updates))
     torch.testing.assert_close((updates - got).square().sum(1), torch.stack(spy.losses).amin(0), atol=0, rtol=1e-3)
 
 
 @pytest.mark.parametrize(("precision", "each"), [("float32", 4), ("float16", 2), ("uint8", 1)])
 def test_points_cost_their_precision_and_step_sizes_and_the_norm_stay_in_floats(small, precision, each):
-    for payload in encoded(fv.FedSynth(**SMALL | {"fits": 1}, precision=precision), *small):
+    for payload in encoded(fv.FedSynthCodec(**SMALL | {"fits": 1}, precision=precision), *small):
         assert payload.images.dtype == payload.labels.dtype == PRECISIONS[precision]
         assert body(payload) == each * 2 * 4 * (16 + 3) + 4 * (4 + 1)
 
 
 def test_restarts_run_as_one_stack_and_the_best_is_at_least_as_good_as_the_first(small, monkeypatch):
     task, updates = small
-    first, several = (fv.FedSynth(**SMALL, restarts=n) for n in (1, 4))
+    first, several = (fv.FedSynthCodec(**SMALL, restarts=n) for n in (1, 4))
     one = decoded(first, task, encoded(first, task, updates))
-    spy, crowd = Spy(monkeypatch), crowd_of(task, 0, 1)
-    payloads = several.encode(task, task.initial.expand(2, -1), updates, crowd.seeds("encoding"), crowd)
+    spy, stack = Spy(monkeypatch), stack_of(task, 0, 1)
+    payloads = several.encode(task, task.initial.expand(2, -1), updates, stack.seeds("encoding"), stack)
     assert len(spy.seen) == 40
     assert spy.seen[0][0].shape == (8, 2, 4, 1, 4, 4)
-    assert crowd.passes == 8 * 40 * 4 * 4
+    assert stack.passes == 8 * 40 * 4 * 4
     got = decoded(several, task, payloads)
     gains = [own_loss(task, k, one[k]) - own_loss(task, k, got[k]) for k in range(2)]
     assert min(gains) > -1e-5
@@ -232,7 +232,7 @@ def test_restarts_run_as_one_stack_and_the_best_is_at_least_as_good_as_the_first
 
 def test_the_server_keeps_the_restart_that_is_nearest_to_its_step(small, monkeypatch):
     task, updates = small
-    spy, codec = Spy(monkeypatch), fv.FedSynth(**SMALL, restarts=4)
+    spy, codec = Spy(monkeypatch), fv.FedSynthCodec(**SMALL, restarts=4)
     payload = codec.encode(task, task.initial[None], updates[:1], SEEDS[:1], None)
     nearest = torch.stack(spy.losses).min()
     torch.testing.assert_close(
@@ -246,7 +246,7 @@ def test_a_fit_over_a_ball_of_weights_decodes_better_at_weights_that_have_moved(
     moves /= moves.norm(dim=1, keepdim=True)
     cosines = {}
     for drift in (0.0, 1.0):
-        codec = fv.FedSynth(**SMALL | {"fits": 80}, drift=drift)
+        codec = fv.FedSynthCodec(**SMALL | {"fits": 80}, drift=drift)
         payloads, w = encoded(codec, task, updates), task.initial.expand(2, -1)
         there = torch.stack([cosine(codec.decode(task, w + move, payloads), updates) for move in moves]).mean(0)
         cosines[drift] = cosine(codec.decode(task, w, payloads), updates), there
@@ -256,14 +256,14 @@ def test_a_fit_over_a_ball_of_weights_decodes_better_at_weights_that_have_moved(
 
 
 def test_the_update_of_two_epochs_on_the_digits_comes_back_with_a_cosine_of_nine_tenths():
-    task, codec = digits(), fv.FedSynth(batches=3, epochs=2, fits=50)
-    updates = trained(crowd_of(task, 0, 1), fv.Local(lr=0.3, epochs=2, batch=20))
+    task, codec = digits(), fv.FedSynthCodec(batches=3, epochs=2, fits=50)
+    updates = trained(stack_of(task, 0, 1), fv.LocalTraining(lr=0.3, epochs=2, batch=20))
     assert (cosine(decoded(codec, task, encoded(codec, task, updates)), updates) >= 0.9).all()
 
 
 def test_a_client_that_has_not_moved_sends_an_update_of_zeros(small):
     task, _ = small
-    codec = fv.FedSynth(**SMALL)
+    codec = fv.FedSynthCodec(**SMALL)
     assert not decoded(codec, task, encoded(codec, task, torch.zeros(2, task.layout.size))).any()
 
 
@@ -279,4 +279,4 @@ def test_a_client_that_has_not_moved_sends_an_update_of_zeros(small):
 )
 def test_a_setting_that_makes_no_sense_is_one_sentence(setting, sentence):
     with pytest.raises(ValueError, match=sentence):
-        fv.FedSynth(**setting)
+        fv.FedSynthCodec(**setting)

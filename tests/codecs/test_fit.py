@@ -4,16 +4,16 @@ import pytest
 import torch
 
 import fedveil as fv
-from codec_tools import crowd_of, image_task, trained
+from codec_tools import image_task, stack_of, trained
 from fedveil.codecs.fit import PRECISIONS, Rounding, Variable, adam, check_points, cosine, normal, simplex
 from fedveil.core.message import Refused
 
 SEEDS = [fv.Seed.root(k) for k in range(3)]
 CODECS = {
-    "tofu": fv.Tofu(points=4, steps=20),
-    "tofu, 8 bits": fv.Tofu(points=4, steps=20, precision="uint8"),
-    "fedsynth": fv.FedSynth(batches=2, batch=3, epochs=2, fits=10),
-    "fedsynth, restarts": fv.FedSynth(batches=2, batch=3, epochs=1, fits=10, restarts=2, objective="kl"),
+    "tofu": fv.TofuCodec(points=4, steps=20),
+    "tofu, 8 bits": fv.TofuCodec(points=4, steps=20, precision="uint8"),
+    "fedsynth": fv.FedSynthCodec(batches=2, batch=3, epochs=2, fits=10),
+    "fedsynth, restarts": fv.FedSynthCodec(batches=2, batch=3, epochs=1, fits=10, restarts=2, objective="kl"),
 }
 
 
@@ -66,34 +66,34 @@ def test_adam_projects_after_each_step_and_watches_before_it():
 def small():
     """Three clients of a small smooth task and their updates."""
     task = image_task()
-    crowd = crowd_of(task, 0, 1, 2)
-    return task, crowd, trained(crowd, fv.Local(lr=0.3, epochs=2, batch=5))
+    stack = stack_of(task, 0, 1, 2)
+    return task, stack, trained(stack, fv.LocalTraining(lr=0.3, epochs=2, batch=5))
 
 
-def encoded(codec, task, crowd, updates):
+def encoded(codec, task, stack, updates):
     """The fitted numbers of each client and what they decode to."""
-    w = task.initial.expand(len(crowd), -1)
-    payloads = codec.encode(task, w, updates, crowd.seeds("encoding"), crowd)
+    w = task.initial.expand(len(stack), -1)
+    payloads = codec.encode(task, w, updates, stack.seeds("encoding"), stack)
     return [p.images for p in payloads], torch.cat([codec.decode(task, w[:1], [p]) for p in payloads])
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 def test_the_same_seeds_give_the_same_fit_and_others_another(small, codec):
-    task, crowd, updates = small
-    images, decoded = encoded(codec, task, crowd, updates)
-    again, same = encoded(codec, task, crowd, updates)
+    task, stack, updates = small
+    images, decoded = encoded(codec, task, stack, updates)
+    again, same = encoded(codec, task, stack, updates)
     assert all(torch.equal(a, b) for a, b in zip(images, again, strict=True))
     assert torch.equal(decoded, same)
-    elsewhere, _ = encoded(codec, task, crowd_of(task, 0, 1, 2, round_=2), updates)
+    elsewhere, _ = encoded(codec, task, stack_of(task, 0, 1, 2, round_=2), updates)
     assert not any(torch.equal(a, b) for a, b in zip(images, elsewhere, strict=True))
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 def test_a_stack_of_three_fits_what_three_stacks_of_one_fit(small, codec):
-    task, crowd, updates = small
-    images, decoded = encoded(codec, task, crowd, updates)
+    task, stack, updates = small
+    images, decoded = encoded(codec, task, stack, updates)
     for k in range(3):
-        (alone,), update = encoded(codec, task, crowd_of(task, k), updates[k : k + 1])
+        (alone,), update = encoded(codec, task, stack_of(task, k), updates[k : k + 1])
         tolerance = 1 if codec.precision == "uint8" else 1e-5  # of 256 levels
         torch.testing.assert_close(alone, images[k], atol=tolerance, rtol=1e-5)
         torch.testing.assert_close(update[0], decoded[k], atol=1e-5, rtol=1e-5)

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from torch import nn
 
 import fedveil as fv
-from codec_tools import body, check_instead_of_fitting, crowd_of, digits, image_task, through_the_wire, trained
+from codec_tools import body, check_instead_of_fitting, digits, image_task, stack_of, through_the_wire, trained
 from fedveil.codecs import tofu
 from fedveil.codecs.fit import PRECISIONS, cosine
 from fedveil.codecs.tofu import Proxies
@@ -24,11 +24,11 @@ def norms(task: fv.Task, update: torch.Tensor) -> torch.Tensor:
 
 def updated(task: fv.Task) -> torch.Tensor:
     """Two clients' updates after two epochs, [2, d]."""
-    return trained(crowd_of(task, 0, 1), fv.Local(lr=0.3, epochs=2, batch=20))
+    return trained(stack_of(task, 0, 1), fv.LocalTraining(lr=0.3, epochs=2, batch=20))
 
 
-def encoded(codec: fv.Tofu, task: fv.Task, updates: torch.Tensor) -> list[Proxies]:
-    payloads = codec.encode(task, task.initial.expand(2, -1), updates, SEEDS, crowd_of(task, 0, 1))
+def encoded(codec: fv.TofuCodec, task: fv.Task, updates: torch.Tensor) -> list[Proxies]:
+    payloads = codec.encode(task, task.initial.expand(2, -1), updates, SEEDS, stack_of(task, 0, 1))
     return [through_the_wire(codec, task, p) for p in payloads]
 
 
@@ -43,13 +43,13 @@ def test_two_points_by_hand():
     along = [-sum(a * torch.outer(e, v) for a, e, v in zip(alphas, error, x, strict=True)).flatten(), -alphas @ error]
     by_hand = torch.cat([s * piece / piece.norm() for s, piece in zip(scales, along, strict=True)])
     payload = Proxies(x, y, alphas, scales, -2.0, 3.0)
-    decoded = fv.Tofu(points=2).decode(task, task.initial[None], [payload])
+    decoded = fv.TofuCodec(points=2).decode(task, task.initial[None], [payload])
     torch.testing.assert_close(decoded, by_hand[None])
 
 
 def test_every_layer_is_rescaled_to_the_norm_that_was_sent():
     task = image_task()
-    updates, codec = updated(task), fv.Tofu(points=3, steps=5)
+    updates, codec = updated(task), fv.TofuCodec(points=3, steps=5)
     payloads = encoded(codec, task, updates)
     decoded = codec.decode(task, task.initial.expand(2, -1), payloads)
     for update, payload, got in zip(updates, payloads, decoded, strict=True):
@@ -58,7 +58,7 @@ def test_every_layer_is_rescaled_to_the_norm_that_was_sent():
 
 
 def test_the_gradient_of_the_loss_is_that_of_finite_differences(monkeypatch):
-    task, codec = image_task((1, 2, 2), hidden=3), fv.Tofu(points=2)
+    task, codec = image_task((1, 2, 2), hidden=3), fv.TofuCodec(points=2)
     w, updates = task.initial.expand(2, -1).double(), updated(task).double()
     checked = check_instead_of_fitting(tofu, monkeypatch)
     codec.encode(task, w, updates, SEEDS, None)
@@ -76,7 +76,7 @@ def test_the_loss_of_the_fit_is_one_minus_the_cosine_of_what_is_decoded(monkeypa
         fits.append(loss().detach())
 
     monkeypatch.setattr(tofu, "adam", then_look)
-    task, codec = image_task(), fv.Tofu(points=5, steps=40, precision=precision)
+    task, codec = image_task(), fv.TofuCodec(points=5, steps=40, precision=precision)
     updates = updated(task)
     payloads = encoded(codec, task, updates)
     for update, payload, lost in zip(updates, payloads, fits[0], strict=True):
@@ -93,7 +93,7 @@ def test_the_loss_of_the_fit_is_one_minus_the_cosine_of_what_is_decoded(monkeypa
 @pytest.mark.parametrize(("precision", "each"), [("float32", 4), ("float16", 2), ("uint8", 1)])
 def test_points_cost_their_precision_and_the_rest_stays_in_floats(precision, each):
     task = image_task()
-    for payload in encoded(fv.Tofu(points=5, steps=2, precision=precision), task, updated(task)):
+    for payload in encoded(fv.TofuCodec(points=5, steps=2, precision=precision), task, updated(task)):
         assert payload.images.dtype == payload.labels.dtype == PRECISIONS[precision]
         assert body(payload) == each * 5 * (16 + 3) + 4 * (5 + 4)
 
@@ -103,7 +103,7 @@ def test_points_cost_their_precision_and_the_rest_stays_in_floats(precision, eac
 
 def test_one_channel_is_sent_and_replicated():
     task = image_task((3, 4, 4))
-    gray, full = fv.Tofu(points=5, steps=10, channels=1), fv.Tofu(points=5)
+    gray, full = fv.TofuCodec(points=5, steps=10, channels=1), fv.TofuCodec(points=5)
     for payload in encoded(gray, task, updated(task)):
         assert payload.images.shape == (5, 1, 4, 4)
         assert body(payload) == 4 * (5 * (16 + 3 + 1) + 4)
@@ -114,7 +114,7 @@ def test_one_channel_is_sent_and_replicated():
 
 def test_small_images_are_sent_and_upsampled():
     task = image_task((3, 4, 8))
-    small, full = fv.Tofu(points=5, steps=10, shrink=2), fv.Tofu(points=5)
+    small, full = fv.TofuCodec(points=5, steps=10, shrink=2), fv.TofuCodec(points=5)
     for payload in encoded(small, task, updated(task)):
         assert payload.images.shape == (5, 3, 2, 4)
         assert body(payload) == 4 * (5 * (24 + 3 + 1) + 4)
@@ -125,7 +125,7 @@ def test_small_images_are_sent_and_upsampled():
 
 def test_both_priors_go_together():
     task = image_task((3, 4, 4))
-    codec = fv.Tofu(points=5, steps=60, channels=1, shrink=2)
+    codec = fv.TofuCodec(points=5, steps=60, channels=1, shrink=2)
     updates = updated(task)
     payloads = encoded(codec, task, updates)
     assert payloads[0].images.shape == (5, 1, 2, 2)
@@ -145,12 +145,16 @@ def tokens() -> fv.Task:
 @pytest.mark.parametrize(
     ("codec", "task", "sentence"),
     [
-        (fv.Tofu(), tokens, "tofu fits its inputs by gradient, and tokens have none; use a codec such as qsgd"),
-        (fv.FedSynth(), tokens, "fedsynth fits its inputs by gradient, and tokens have none; use qsgd or top-k"),
-        (fv.Tofu(channels=1), linear_task, r"channels and shrink are for images, and inputs here have shape \(3,\)"),
-        (fv.Tofu(shrink=2), linear_task, r"channels and shrink are for images, and inputs here have shape \(3,\)"),
-        (fv.Tofu(channels=2), image_task, r"channels 2 and shrink 1 do not suit images of shape \(1, 4, 4\)"),
-        (fv.Tofu(shrink=3), image_task, r"channels None and shrink 3 do not suit images of shape \(1, 4, 4\)"),
+        (fv.TofuCodec(), tokens, "tofu fits its inputs by gradient, and tokens have none; use a codec such as qsgd"),
+        (fv.FedSynthCodec(), tokens, "fedsynth fits its inputs by gradient, and tokens have none; use qsgd or top-k"),
+        (
+            fv.TofuCodec(channels=1),
+            linear_task,
+            r"channels and shrink are for images, and inputs here have shape \(3,\)",
+        ),
+        (fv.TofuCodec(shrink=2), linear_task, r"channels and shrink are for images, and inputs here have shape \(3,\)"),
+        (fv.TofuCodec(channels=2), image_task, r"channels 2 and shrink 1 do not suit images of shape \(1, 4, 4\)"),
+        (fv.TofuCodec(shrink=3), image_task, r"channels None and shrink 3 do not suit images of shape \(1, 4, 4\)"),
     ],
 )
 def test_a_task_that_a_codec_cannot_serve_is_refused_with_a_sentence(codec, task, sentence):
@@ -170,28 +174,28 @@ def test_a_task_that_a_codec_cannot_serve_is_refused_with_a_sentence(codec, task
 )
 def test_a_setting_that_makes_no_sense_is_one_sentence(setting, sentence):
     with pytest.raises(ValueError, match=sentence):
-        fv.Tofu(**setting)
+        fv.TofuCodec(**setting)
 
 
 # ---------------------------------------------------------------------------------------------------- how near it comes
 
 
 def test_the_paper_lowers_its_rate_at_three_five_and_seven_eighths():
-    rates = fv.Tofu(steps=1000)._rates()
+    rates = fv.TofuCodec(steps=1000)._rates()
     changes = [i for i in range(1, 1000) if rates[i] != rates[i - 1]]
     assert changes == [375, 625, 875]
     torch.testing.assert_close(rates[[0, 375, 625, 875]], torch.tensor([1.0, 0.1, 0.01, 0.001]))
 
 
 def test_late_decay_holds_the_rate_for_three_quarters():
-    rates = fv.Tofu(steps=100, decay="late")._rates()
+    rates = fv.TofuCodec(steps=100, decay="late")._rates()
     assert (rates[:76] == 1).all()
     torch.testing.assert_close(rates[[76, 90, 99]], torch.tensor([0.96, 0.4, 0.04]))
 
 
 def test_the_update_of_two_epochs_on_the_digits_comes_back_with_a_cosine_of_nine_tenths():
-    codec, updates = fv.Tofu(points=64, steps=150), updated(digits())
-    late = fv.Tofu(points=64, steps=150, decay="late")
+    codec, updates = fv.TofuCodec(points=64, steps=150), updated(digits())
+    late = fv.TofuCodec(points=64, steps=150, decay="late")
     w, found = digits().initial.expand(2, -1), {}
     for each in (codec, late):
         decoded = each.decode(digits(), w, encoded(each, digits(), updates))
@@ -201,7 +205,7 @@ def test_the_update_of_two_epochs_on_the_digits_comes_back_with_a_cosine_of_nine
 
 
 def test_a_client_that_has_not_moved_sends_an_update_of_zeros():
-    task, codec = image_task(), fv.Tofu(points=3, steps=5)
+    task, codec = image_task(), fv.TofuCodec(points=3, steps=5)
     payloads = encoded(codec, task, torch.zeros(2, task.layout.size))
     assert not codec.decode(task, task.initial.expand(2, -1), payloads).any()
 
@@ -213,9 +217,9 @@ def test_after_the_first_switch_the_update_is_as_long_as_its_proxies_are_true():
     w, seeds = task.initial[None], [fv.Seed.root(0)]
     lengths = {}
     for round_ in (3, 4):
-        crowd = fv.Crowd(task, (0,), round_, fv.Seed.root(0), fv.Seed.root(0), [None], [{}])
-        codec = fv.Tofu(points=1, steps=5, cautious_after=3)
-        (decoded,) = codec.decode(task, w, codec.encode(task, w, true, seeds, crowd))
+        stack = fv.ClientStack(task, (0,), round_, fv.Seed.root(0), fv.Seed.root(0), [None], [{}])
+        codec = fv.TofuCodec(points=1, steps=5, cautious_after=3)
+        (decoded,) = codec.decode(task, w, codec.encode(task, w, true, seeds, stack))
         lengths[round_] = float(torch.linalg.vector_norm(decoded))
         reached = float(torch.nn.functional.cosine_similarity(decoded, true[0], dim=0))
     assert lengths[4] < lengths[3]

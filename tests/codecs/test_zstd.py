@@ -35,7 +35,7 @@ def test_a_run_sends_fewer_bytes_and_ends_with_the_same_weights():
     chosen = recipe.read("digits/fedavg-qsgd")
     task, ends = chosen.build(), []
     for up in (chosen.method.up, fv.Zstd(inner=chosen.method.up)):
-        ends.append(fv.run(task, fv.FedAvg(local=fv.Local(), up=up), rounds=2, cohort=3))
+        ends.append(fv.run(task, fv.FedAvg(local=fv.LocalTraining(), up=up), rounds=2, cohort=3))
     assert torch.equal(ends[0].weights, ends[1].weights)
     sent = [end.summary()["bytes_up"] for end in ends]
     assert sent[1] < 0.85 * sent[0]

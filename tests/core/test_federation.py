@@ -11,25 +11,25 @@ import torch
 
 import fedveil as fv
 from fedveil.core.clients import Letter, Memory, Reply
-from fedveil.core.federation import Starved
+from fedveil.core.federation import NoUsableAnswers
 from fedveil.core.message import Envelope, Refused
-from fedveil.engines import Local
+from fedveil.engines import LocalEngine
 from fedveil.methods.scaffold import Control
 from toys import First, FourStages, LastReference, OtherProcess, Tamper, Twice, linear_task
 
 SHAPES = [
-    (Twice(), fv.Sampling(size=4)),
-    (FourStages(), fv.Sampling(size=4, drop=0.2)),
-    (LastReference(), fv.Sampling(size=2)),
-    (fv.Scaffold(local=fv.Local(batch=4)), fv.Sampling(size=2, drop=0.1)),
-    (fv.FedAvg(local=fv.Local(batch=4)), fv.Sampling(size=3)),
+    (Twice(), fv.CohortSampler(size=4)),
+    (FourStages(), fv.CohortSampler(size=4, drop=0.2)),
+    (LastReference(), fv.CohortSampler(size=2)),
+    (fv.Scaffold(local=fv.LocalTraining(batch=4)), fv.CohortSampler(size=2, drop=0.1)),
+    (fv.FedAvg(local=fv.LocalTraining(batch=4)), fv.CohortSampler(size=3)),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:no client answered in round")  # four stages with drop-outs leave nobody at times
 @pytest.mark.parametrize(("method", "plan"), SHAPES, ids=[m.name for m, _ in SHAPES])
 def test_in_this_process_and_in_another_one_the_result_is_the_same_bit_for_bit(method, plan):
-    here = fv.run(linear_task(), method, rounds=6, cohort=plan, engine=Local(stack=1, workers=1))
+    here = fv.run(linear_task(), method, rounds=6, cohort=plan, engine=LocalEngine(stack=1, workers=1))
     there = fv.run(linear_task(), method, rounds=6, cohort=plan, engine=OtherProcess())
     assert torch.equal(here.weights, there.weights)
     assert not torch.equal(here.weights, linear_task().initial)
@@ -46,7 +46,7 @@ def test_a_method_that_asks_twice_finds_what_the_client_kept():
 
 @pytest.mark.filterwarnings("ignore:no client answered in round")
 def test_four_stages_shrink_and_the_sum_is_of_the_survivors():
-    result = fv.run(linear_task(8, 40), FourStages(), rounds=8, cohort=fv.Sampling(size=8, drop=0.25))
+    result = fv.run(linear_task(8, 40), FourStages(), rounds=8, cohort=fv.CohortSampler(size=8, drop=0.25))
     shrinking = [[row.metrics[f"stage{s}"] for s in range(4)] for row in result.ledger.rows if "stage3" in row.metrics]
     assert all(a >= b for stages in shrinking for a, b in itertools.pairwise(stages))
     assert len({stages[s] for stages in shrinking for s in range(4)}) > 2, "nobody dropped out: the test shows nothing"
@@ -112,7 +112,7 @@ def test_memory_asked_again_for_a_round_gives_what_was_there_before_it():
 
 
 def test_drop_outs_are_counted_down_but_not_up():
-    result = fv.run(linear_task(10, 60), fv.FedAvg(), rounds=10, cohort=fv.Sampling(size=10, drop=0.3))
+    result = fv.run(linear_task(10, 60), fv.FedAvg(), rounds=10, cohort=fv.CohortSampler(size=10, drop=0.3))
     dropped = [k for row in result.ledger.rows for k, why in row.missing.items() if why == "dropped"]
     assert 10 < len(dropped) < 50
     for row in result.ledger.rows:
@@ -121,23 +121,23 @@ def test_drop_outs_are_counted_down_but_not_up():
 
 
 def test_late_answers_are_missing():
-    plan = fv.Sampling(size=10, latency=2.0, deadline=1.0)
+    plan = fv.CohortSampler(size=10, latency=2.0, deadline=1.0)
     result = fv.run(linear_task(10, 60), fv.FedAvg(), rounds=5, cohort=plan)
     late = sum(why.startswith("late") for row in result.ledger.rows for why in row.missing.values())
     assert 15 < late < 45  # P(exponential(2) > 1) = 0.61 of 50
 
 
 def test_a_share_of_the_cohort_is_not_rounded_up_by_a_hair():
-    assert [fv.Sampling(quorum=q).needed(100) for q in (0.07, 0.28, 0.285, 1e-12, 1, 5)] == [7, 28, 29, 1, 1, 5]
+    assert [fv.CohortSampler(quorum=q).needed(100) for q in (0.07, 0.28, 0.285, 1e-12, 1, 5)] == [7, 28, 29, 1, 1, 5]
     with pytest.raises(ValueError, match=r"cohort\.deadline is -1; it is in seconds, above 0"):
-        fv.Sampling(deadline=-1)
+        fv.CohortSampler(deadline=-1)
 
 
 def test_below_quorum_the_weights_stay():
     task = linear_task(10, 60)
     told = r"^nothing was learned: no answer could be used in 3 rounds; the last reasons: \d × dropped$"
     with pytest.warns(RuntimeWarning, match=told):
-        result = fv.run(task, fv.FedAvg(), rounds=3, cohort=fv.Sampling(size=10, quorum=0.9, drop=0.6))
+        result = fv.run(task, fv.FedAvg(), rounds=3, cohort=fv.CohortSampler(size=10, quorum=0.9, drop=0.6))
     assert torch.equal(result.weights, task.initial)
     assert all("below quorum" in row.events[0] for row in result.ledger.rows)
 
@@ -148,7 +148,7 @@ def test_all_clients_failing_stops_with_the_reason():
 
     with (
         pytest.warns(RuntimeWarning) as told,
-        pytest.raises(Starved, match=r"no client answered for 5 rounds.*: 2 × failed: battery empty$"),
+        pytest.raises(NoUsableAnswers, match=r"no client answered for 5 rounds.*: 2 × failed: battery empty$"),
     ):
         fv.run(linear_task(), fv.FedAvg(), rounds=20, cohort=2, engine=Tamper(lose))
     sentences = [f"no client answered in round {number}: 2 × failed: battery empty" for number in range(1, 6)]
@@ -160,7 +160,7 @@ def test_a_run_that_never_learned_anything_warns_at_its_end():
     """20 of 20 answers of a private run failed: it charged an ε of 6, never moved a weight and returned normally."""
 
     class Failing(fv.FedAvg):
-        def update(self, crowd, w):
+        def update(self, stack, w):
             raise ArithmeticError("no layer for this")
 
     with pytest.warns(RuntimeWarning) as told:
@@ -194,12 +194,12 @@ def test_reasons_that_differ_in_numbers_only_are_told_once():
         return [Reply(r.client, problem=why) for r, why in zip(replies, ["failed: no power", *far[1:]], strict=True)]
 
     told = "failed: no power, 3 × refused: out of range: update reaches from -1e+06 to 1.5"
-    with pytest.raises(Starved, match=re.escape(told) + "$"):
+    with pytest.raises(NoUsableAnswers, match=re.escape(told) + "$"):
         fv.run(linear_task(), fv.FedAvg(), rounds=20, cohort=4, engine=Tamper(lose))
 
 
 def test_early_stop_on_a_target():
-    result = fv.run(linear_task(), fv.FedAvg(local=fv.Local(lr=1.0, epochs=5)), rounds=50, cohort=4, target=0.9)
+    result = fv.run(linear_task(), fv.FedAvg(local=fv.LocalTraining(lr=1.0, epochs=5)), rounds=50, cohort=4, target=0.9)
     assert len(result.ledger.rows) < 50
     assert result.accuracy >= 0.9
 
@@ -212,7 +212,7 @@ def test_evaluation_every_n_rounds_and_always_at_the_end():
 @pytest.mark.parametrize("kind", ["uniform", "weighted", "poisson"])
 def test_cohorts_are_repeatable_and_of_the_right_size(kind):
     task = linear_task(20, 400, uneven=True)
-    plan = fv.Sampling(size=5, kind=kind)
+    plan = fv.CohortSampler(size=5, kind=kind)
     draws = [plan.draw(task, fv.Seed.root(0).child(i)) for i in range(400)]
     assert draws == [plan.draw(task, fv.Seed.root(0).child(i)) for i in range(400)]
     assert all(len(set(d)) == len(d) for d in draws)
@@ -243,8 +243,8 @@ def test_only_narrows_and_never_widens():
 
 def test_the_cosine_of_each_layer_is_in_the_ledger():
     class Known(fv.FedAvg):
-        def update(self, crowd, w):
-            return torch.tensor([[3.0, 0, 0, 4.0, 0, 0, 0, 1.0]]).expand(len(crowd), -1)  # weight [2, 3], bias [2]
+        def update(self, stack, w):
+            return torch.tensor([[3.0, 0, 0, 4.0, 0, 0, 0, 1.0]]).expand(len(stack), -1)  # weight [2, 3], bias [2]
 
     metrics = fv.run(linear_task(), Known(up=fv.TopK(share=1 / 8)), rounds=1, cohort=2).ledger.rows[0].metrics
     assert metrics["cosine/weight"] == pytest.approx(4 / 5)

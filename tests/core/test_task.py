@@ -19,7 +19,7 @@ def task_with(model, x=None, **options):
     x = torch.randn(8, 4) if x is None else x
     y = torch.arange(8) % 3
     data = from_tensors(x, y, x, y, classes=3)
-    return fv.Task(model, data, fv.split("iid", data, 2, fv.Seed.root(0), most=8), **options)
+    return fv.Task(model, data, fv.split("iid", data, 2, fv.Seed.root(0), max_records=8), **options)
 
 
 def test_f_is_the_module_and_the_layout_names_its_slices():
@@ -111,7 +111,7 @@ class Unstackable(nn.Linear):
 def test_a_model_that_cannot_be_stacked_trains_one_client_at_a_time_with_a_notice():
     with pytest.warns(UserWarning, match="cannot be stacked and trains one client at a time"):
         task = task_with(Unstackable(4, 3))
-    result = fv.run(task, fv.FedAvg(local=fv.Local(lr=0.5)), rounds=3, cohort=2)
+    result = fv.run(task, fv.FedAvg(local=fv.LocalTraining(lr=0.5)), rounds=3, cohort=2)
     assert not result.ledger.rows[-1].missing
     assert not torch.equal(result.weights, task.initial)
 
@@ -119,10 +119,10 @@ def test_a_model_that_cannot_be_stacked_trains_one_client_at_a_time_with_a_notic
 @pytest.mark.parametrize(
     "method",
     [
-        fv.FedAvg(local=fv.Local(lr=0.5, batch=3), privacy=fv.DpSgd(noise=0.5)),
+        fv.FedAvg(local=fv.LocalTraining(lr=0.5, batch=3), privacy=fv.DpSgd(noise=0.5)),
         fv.FedSGD(privacy=fv.DpSgd(noise=0.5)),
-        fv.FedAvg(up=fv.Tofu(points=2, steps=2)),
-        fv.FedAvg(up=fv.FedSynth(batches=1, batch=2, epochs=2, fits=2, restarts=2)),
+        fv.FedAvg(up=fv.TofuCodec(points=2, steps=2)),
+        fv.FedAvg(up=fv.FedSynthCodec(batches=1, batch=2, epochs=2, fits=2, restarts=2)),
         fv.Baffle(directions=3),
         fv.FedLap(images=1, batches=1, steps=2, passes=1, image_lr=0.1),
     ],
@@ -177,9 +177,9 @@ class Signs(nn.Linear):
 
 SECOND = r"needs second derivatives, and this model fails there \(.*\); replace the layer that fails.*qsgd"
 UNABLE = {
-    "tofu": (Attention, fv.FedAvg(up=fv.Tofu(steps=2)), "fedavg " + SECOND),
-    "tofu down": (Attention, fv.FedAvg(down=fv.Tofu(steps=2)), "fedavg " + SECOND),
-    "fedsynth": (Attention, fv.FedSynthAvg(), "fedsynth " + SECOND),
+    "tofu": (Attention, fv.FedAvg(up=fv.TofuCodec(steps=2)), "fedavg " + SECOND),
+    "tofu down": (Attention, fv.FedAvg(down=fv.TofuCodec(steps=2)), "fedavg " + SECOND),
+    "fedsynth": (Attention, fv.FedSynth(), "fedsynth " + SECOND),
     "tiers": (Attention, fv.FedAvg(up=fv.Tiers()), "fedavg " + SECOND),
     "fedlap": (Attention, fv.FedLap(), "fedlap " + SECOND),
     "privacy": (
@@ -190,7 +190,7 @@ UNABLE = {
     "scaffold": (lambda: Through(Alone.apply), fv.Scaffold(privacy=fv.DpSgd()), "needs a gradient of each record"),
     "other outputs": (
         lambda: nn.Linear(4, 4),
-        fv.TofuAvg(),
+        fv.Tofu(),
         r"tofu needs a score of each class, and this model fails there \(its outputs have shape \[4\] a record",
     ),
     "no gradient": (lambda: Signs(4, 3), fv.FedAvg(), r"needs gradients.*or the method baffle"),
@@ -211,7 +211,7 @@ def test_a_model_that_cannot_do_what_a_method_needs_is_found_before_anything_is_
 @pytest.mark.filterwarnings("ignore:this model cannot be stacked", "ignore:There is a performance drop")
 def test_the_ways_out_of_a_refusal_lead_out():
     for model, method in (
-        (Attention(SDPBackend.MATH), fv.FedAvg(up=fv.Tofu(points=2, steps=2))),
+        (Attention(SDPBackend.MATH), fv.FedAvg(up=fv.TofuCodec(points=2, steps=2))),
         (Attention(), fv.FedAvg(up=fv.Qsgd())),
         (Signs(4, 3), fv.Baffle(directions=3)),
     ):
@@ -222,7 +222,7 @@ def test_a_trial_is_made_once_a_task(monkeypatch):
     task, tried = task_with(nn.Linear(4, 3)), []
     monkeypatch.setattr(task, "_try", tried.append)
     for _ in range(3):
-        fv.core.federation.begin(task, fv.FedAvg(up=fv.FedSynth()), fv.Sampling(size=2))
+        fv.core.federation.init_state(task, fv.FedAvg(up=fv.FedSynthCodec()), fv.CohortSampler(size=2))
     assert len(tried) == len(set(tried)) == 4
 
 
@@ -335,7 +335,7 @@ def test_text_trains_too():
     data = from_tensors(tokens[:, :-1], tokens[:, 1:], tokens[:, :-1], tokens[:, 1:], classes=5)
     model = models.build("char-lstm", data.input, 5, hidden=8)
     task = fv.Task(model, data, fv.split("iid", data, 3, fv.Seed.root(0)), loss="next-character")
-    result = fv.run(task, fv.FedAvg(local=fv.Local(lr=1.0, epochs=5)), rounds=5, cohort=3)
+    result = fv.run(task, fv.FedAvg(local=fv.LocalTraining(lr=1.0, epochs=5)), rounds=5, cohort=3)
     losses = result.ledger.series("loss")[1]
     assert losses[-1] < losses[0]
 

@@ -134,19 +134,21 @@ def test_dirichlet_survives_extreme_alphas(alpha: float) -> None:
 
 def test_dirichlet_fills_poor_clients_up_from_the_richest() -> None:
     data = balanced(1000)
-    poor, filled = (dirichlet(data, 50, SEED, alpha=0.02, least=least).sizes for least in (1, 8))
+    poor, filled = (dirichlet(data, 50, SEED, alpha=0.02, min_records=least).sizes for least in (1, 8))
     assert poor.min() == 1
     assert filled.min() == 8
     never_touched = (poor > 8) & (poor < filled.max() - 1)
     np.testing.assert_array_equal(filled[never_touched], poor[never_touched])
-    assert dirichlet(data, 50, SEED, alpha=0.02, least=20).sizes.tolist() == [20] * 50
+    assert dirichlet(data, 50, SEED, alpha=0.02, min_records=20).sizes.tolist() == [20] * 50
 
 
 def test_records_that_rich_clients_give_away_are_of_any_class() -> None:
     """A rich client keeps its mixture of classes."""
     data = toy(np.repeat([0, 1], 5000), classes=2)
     for number in range(10):
-        rich, poorer = (dirichlet(data, 3, Seed.root(number), least=least).counts(data.y, 2) for least in (1, 3300))
+        rich, poorer = (
+            dirichlet(data, 3, Seed.root(number), min_records=least).counts(data.y, 2) for least in (1, 3300)
+        )
         largest = np.argmax(rich.sum(1))
         before, after = rich[largest] / rich[largest].sum(), poorer[largest] / poorer[largest].sum()
         assert abs(before - after).max() < 0.04
@@ -194,7 +196,7 @@ TOKENS = from_tensors(
         ("unknown option of split 'iid' 'alpha'; known: none", lambda d: split("iid", d, 2, SEED, alpha=1)),
         ("100 records, too few for 101 clients with 1 each; use at most 100 clients", lambda d: iid(d, 101, SEED)),
         ("too few for 60 clients with 2 each; use at most 50", lambda d: shards(d, 60, SEED)),
-        ("too few for 30 clients with 4 each; use at most 25", lambda d: dirichlet(d, 30, SEED, least=4)),
+        ("too few for 30 clients with 4 each; use at most 25", lambda d: dirichlet(d, 30, SEED, min_records=4)),
         ("Class 0 of 'toy' has 10 records for 12 clients; use fewer", lambda d: by_classes(d, 60, SEED)),
         ("0 clients", lambda d: iid(d, 0, SEED)),
         ("alpha is 0", lambda d: dirichlet(d, 2, SEED, alpha=0)),
@@ -299,13 +301,13 @@ def test_without_one_label_a_record_the_picture_shows_sizes() -> None:
 def test_the_largest_client_is_the_bound_unless_another_one_is_public() -> None:
     plain = Split(np.arange(5), np.array([0, 2, 5]), "own")
     assert plain.largest == 3
-    assert Split(plain.order, plain.starts, "own", most=8).largest == 8
+    assert Split(plain.order, plain.starts, "own", max_records=8).largest == 8
     with pytest.raises(ValueError, match=r"Client 1 holds 3 records, but split\.most is 2; raise it\."):
-        Split(plain.order, plain.starts, "own", most=2)
+        Split(plain.order, plain.starts, "own", max_records=2)
 
 
 def test_a_share_is_what_one_party_knows() -> None:
-    share = Share.of(2, clients=4, records=3, most=10)
+    share = Share.of(2, clients=4, records=3, max_records=10)
     assert (len(share), share.largest) == (4, 10)
     assert share[2].tolist() == [0, 1, 2]
     assert share.sizes.tolist() == [0, 0, 3, 0]
@@ -317,9 +319,9 @@ def test_a_share_is_what_one_party_knows() -> None:
 
 
 def test_the_server_holds_no_records_and_a_share_keeps_to_the_bound() -> None:
-    server = Share.of(None, clients=3, records=100, most=10)
+    server = Share.of(None, clients=3, records=100, max_records=10)
     assert (len(server), server.largest, server.sizes.tolist(), len(server.order)) == (3, 10, [0, 0, 0], 0)
     with pytest.raises(ValueError, match="There is no client 3; there are 3, from 0"):
-        Share.of(3, clients=3, records=1, most=10)
+        Share.of(3, clients=3, records=1, max_records=10)
     with pytest.raises(ValueError, match=r"Client 0 holds 11 records, but split\.most is 10"):
-        Share.of(0, clients=3, records=11, most=10)
+        Share.of(0, clients=3, records=11, max_records=10)

@@ -9,7 +9,7 @@ import torch
 import fedveil as fv
 from fedveil.deploy import scaffold
 from fedveil.engines.claims import Claims, Roster, Seat
-from fedveil.engines.local import Local
+from fedveil.engines.local import LocalEngine
 from fedveil.privacy.account import SPENT
 from fedveil.runs import recipe
 from fedveil.runs.folder import RunError, read_checkpoint
@@ -76,7 +76,7 @@ def test_a_deployment_ends_where_a_simulation_does_and_goes_on_where_it_stood(fe
     federation.start()
     federation.start(rounds=4)
     plan = federation.plan
-    whole = fv.run(plan.build(), plan.method, rounds=4, cohort=plan.cohort, engine=Local(stack=1, workers=1))
+    whole = fv.run(plan.build(), plan.method, rounds=4, cohort=plan.cohort, engine=LocalEngine(stack=1, workers=1))
     assert torch.equal(federation.weights, whole.weights)
     assert [row.metrics for row in federation.rows] == [row.metrics for row in whole.ledger.rows]
 
@@ -118,7 +118,8 @@ def test_what_a_client_lacks_costs_its_answers_and_the_reason_stays_with_it(fede
 
 def test_a_client_with_more_records_than_is_public_does_not_answer(federation):
     text = federation.path.read_text()
-    federation.path.write_text(text.replace("most = 719", "most = 718"))  # of 1,437 records one client has 719
+    fewer = text.replace("max_records = 719", "max_records = 718")  # of 1,437 records one client has 719
+    federation.path.write_text(fewer)
     federation.start(rounds=1)
     assert [row.missing for row in federation.rows] == [
         {"1": "failed: the client gives no answer; its own log says why"}

@@ -20,7 +20,7 @@ import fedveil as fv
 import toys
 from fedveil.cli import app
 from fedveil.deploy import keys, rehearse, roster, scaffold
-from fedveil.engines.local import Local
+from fedveil.engines.local import LocalEngine
 from fedveil.privacy.account import SPENT
 from fedveil.runs import recipe
 from fedveil.runs.folder import read_checkpoint
@@ -140,7 +140,7 @@ def test_a_secure_sum_between_processes(room):
         (name, 3) for name in ("keys", "shares", "dealt", "masked", "unmask")
     ]
     plan = recipe.read(str(folder / "app" / "recipe.toml"))
-    local = fv.run(plan.build(), plan.method, rounds=1, cohort=plan.cohort, engine=Local(stack=1, workers=1))
+    local = fv.run(plan.build(), plan.method, rounds=1, cohort=plan.cohort, engine=LocalEngine(stack=1, workers=1))
     assert torch.equal(weights(folder, 1), local.weights)  # masks differ and cancel
 
 
@@ -173,7 +173,7 @@ def test_strangers_are_turned_away_and_a_node_that_is_killed_costs_one_answer(ro
         wait(lambda: questions(stage, 1) == 2, run, stage)
         kill(stage, 1)
         plan = recipe.read(str(folder / "app" / "recipe.toml"))
-        whole = fv.run(plan.build(), plan.method, rounds=1, cohort=plan.cohort, engine=Local(stack=1, workers=1))
+        whole = fv.run(plan.build(), plan.method, rounds=1, cohort=plan.cohort, engine=LocalEngine(stack=1, workers=1))
         assert torch.equal(weights(folder, 1), whole.weights)
         assert fv.Ledger.read(ledger).rows[0].metrics == whole.ledger.rows[0].metrics
 
@@ -325,7 +325,7 @@ def test_a_server_that_starts_again_and_a_killed_node_that_comes_back(room):
         run = stage.start_run()  # another process, which goes on at round 2, with clients that remember round 1
         wait(lambda: questions(stage, 1) == 3, run, stage)
         plan = recipe.read(str(folder / "app" / "recipe.toml"))
-        whole = fv.run(plan.build(), plan.method, rounds=2, cohort=plan.cohort, engine=Local(stack=1, workers=1))
+        whole = fv.run(plan.build(), plan.method, rounds=2, cohort=plan.cohort, engine=LocalEngine(stack=1, workers=1))
         assert torch.equal(weights(folder, 2), whole.weights)
         kill(stage, 1)
         wait(lambda: len(fv.Ledger.read(ledger).rows) == 3, run, stage)

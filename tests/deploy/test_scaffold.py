@@ -51,7 +51,7 @@ def test_the_folder_is_whole_and_private_where_it_must_be(written):
 def test_the_recipe_says_what_is_public(written):
     plan = recipe.read(str(written / "app" / "recipe.toml"))
     assert plan.method == recipe.read("digits/scaffold").method
-    assert (plan.rounds, plan.split.clients, plan.split.most, plan.cohort.size) == (3, 2, 719, 2)
+    assert (plan.rounds, plan.split.clients, plan.split.max_records, plan.cohort.size) == (3, 2, 719, 2)
     assert rehearse.planned(written) == (plan, "scaffold")
 
 
@@ -110,8 +110,11 @@ def test_an_empty_folder_will_do(tmp_path):
         (["--clients", 0], "a deployment needs at least one client, not 0"),
         (["--set", "cohort.kind=weighted"], "does not know who holds how much; use uniform"),
         (["--set", "method.locale=1"], "unknown key 'method.locale'; did you mean 'method.local'?"),
-        (["--set", "split.most=5"], "holds 479 records, but split.most is 5; raise it."),
-        (["--set", "method.secure.bits=20", "--clients", 2], "a round has 2 clients at most, and fedavg so set needs"),
+        (["--set", "split.max_records=5"], "holds 479 records, but split.max_records is 5; raise it."),
+        (
+            ["--set", "method.secure.bits=20", "--clients", 2],
+            "fedavg with these settings needs at least 3 clients per round",
+        ),
     ],
 )
 def test_what_cannot_be_deployed_is_one_sentence_and_no_folder(tmp_path, words, told):
@@ -173,11 +176,11 @@ def test_a_party_needs_the_public_bound_and_an_unweighted_draw():
     with pytest.raises(ValueError, match=r"split\.most is not set"):
         plan.party(digits, 0)
     with pytest.raises(ValueError, match="use uniform"):
-        recipe.read("digits/fedavg", ["split.most=2000", "cohort.kind=weighted"]).party(digits, None)
+        recipe.read("digits/fedavg", ["split.max_records=2000", "cohort.kind=weighted"]).party(digits, None)
     with pytest.raises(ValueError, match="There is no client 10; there are 10, from 0"):
-        recipe.read("digits/fedavg", ["split.most=2000"]).party(digits, 10)
+        recipe.read("digits/fedavg", ["split.max_records=2000"]).party(digits, 10)
     with pytest.raises(ValueError, match=r"Client 3 holds 1,437 records, but split\.most is 700; raise it\."):
-        recipe.read("digits/fedavg", ["split.most=700"]).party(digits, 3)
+        recipe.read("digits/fedavg", ["split.max_records=700"]).party(digits, 3)
 
 
 def test_a_finished_rehearsal_with_a_changed_recipe_is_no_old_number(tmp_path):
@@ -188,7 +191,7 @@ def test_a_finished_rehearsal_with_a_changed_recipe_is_no_old_number(tmp_path):
     with contextlib.closing(RunFolder(folder / "run")) as home:
         home.describe(plan.toml(), {})
         home.ledger(0).append(Row(round=1, cohort=[0, 1]))
-    rehearse.refuse_another(folder, dataclasses.replace(plan, rounds=9))
+    rehearse.validate_same(folder, dataclasses.replace(plan, rounds=9))
     changed = (folder / "app" / "recipe.toml").read_text().replace("lr = 0.3", "lr = 0.2")
     (folder / "app" / "recipe.toml").write_text(changed)
     result = invoke("rehearse", folder)

@@ -169,10 +169,10 @@ class FromToml:
 class Failing(fv.FedAvg):
     """Client 2 fails."""
 
-    def update(self, crowd: fv.Crowd, w: Tensor) -> Tensor:
-        if 2 in crowd.clients:
+    def update(self, stack: fv.ClientStack, w: Tensor) -> Tensor:
+        if 2 in stack.clients:
             raise ArithmeticError("client 2 divides by zero")
-        return super().update(crowd, w)
+        return super().update(stack, w)
 
 
 # ---------------------------------------------------------------------------------------------------- processes

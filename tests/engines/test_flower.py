@@ -17,7 +17,7 @@ from engines.grids import Nodes, made
 from fedveil import cli
 from fedveil.core import message
 from fedveil.core.message import Envelope
-from fedveil.engines import Local
+from fedveil.engines import LocalEngine
 from fedveil.engines.claims import Claims, Roster, Seat
 from fedveil.engines.flower import Flower, client_app, wire
 from fedveil.engines.flower import app as client_side
@@ -25,7 +25,7 @@ from fedveil.runs.folder import RunFolder
 from toys import LastReference, Plain, Twice, linear_task
 
 METHODS = [fv.FedAvg(), fv.Scaffold(), Twice(), LastReference()]
-LOCAL = {"engine": Local(stack=1, workers=1)}
+LOCAL = {"engine": LocalEngine(stack=1, workers=1)}
 
 
 def name(method):
@@ -67,11 +67,11 @@ def test_the_ledger_counts_flowers_bytes_too():
 
 def test_figures_may_be_whole_numbers_and_are_left_out_if_not_finite():
     class Counting(fv.FedAvg):
-        def update(self, crowd, w):
-            crowd.measure(
-                count=torch.tensor([3] * len(crowd)), none=torch.full((len(crowd),), torch.nan), half=w[:1] + 0.5
+        def update(self, stack, w):
+            stack.measure(
+                count=torch.tensor([3] * len(stack)), none=torch.full((len(stack),), torch.nan), half=w[:1] + 0.5
             )
-            return super().update(crowd, w)
+            return super().update(stack, w)
 
     result, _, _ = on_flower(Counting(), rounds=1)
     assert not result.ledger.rows[0].missing
@@ -108,9 +108,9 @@ class Secretive(Twice):
 
     name: ClassVar[str] = "toy-secretive"
 
-    def first(self, crowd, question):
-        answers = super().first(crowd, question)
-        for note in crowd.notes:
+    def first(self, stack, question):
+        answers = super().first(stack, question)
+        for note in stack.notes:
             note["own"] = ("never to be written",)
         return answers
 
@@ -136,17 +136,17 @@ class Noting(Twice):
     name: ClassVar[str] = "toy-noting"
     values: ClassVar[dict] = {"i": 3, "f": 0.5, "s": "ü", "b": b"\0\1", "t": True, "n": None, "e": b""}
 
-    def first(self, crowd, question):
-        for note in crowd.notes:
+    def first(self, stack, question):
+        for note in stack.notes:
             note.update(self.values, record=Plain(torch.arange(8.0)))
-        return super().first(crowd, question)
+        return super().first(stack, question)
 
-    def second(self, crowd, question):
-        for note in crowd.notes:
+    def second(self, stack, question):
+        for note in stack.notes:
             assert {key: note[key] for key in self.values} == self.values
             assert {key: type(note[key]) for key in self.values} == {k: type(v) for k, v in self.values.items()}
             assert torch.equal(note["record"].weights, torch.arange(8.0))
-        return super().second(crowd, question)
+        return super().second(stack, question)
 
 
 del fv.METHODS[Noting.name]
@@ -270,7 +270,7 @@ def test_a_deadline_is_real_in_a_deployment_only(simulated, tmp_path):
             self.pulls += 1
             return found if self.pulls > 60 or "partition" in found[0].content[wire.OURS] else []
 
-    task, plan = linear_task(3), fv.Sampling(size=3, deadline=0.1)
+    task, plan = linear_task(3), fv.CohortSampler(size=3, deadline=0.1)
     memory = None if simulated else lambda context: tmp_path / str(context.node_id)
     grid = Slow(client_app(made(task, fv.FedAvg()), memory), range(3))
     grid.pulls = 0
@@ -558,7 +558,7 @@ def test_a_client_refuses_a_round_that_is_over_in_another_process_too(tmp_path):
 
 def test_an_exceptions_words_stay_with_a_deployed_client(tmp_path, caplog):
     class Quoting(fv.FedAvg):
-        def update(self, crowd, w):
+        def update(self, stack, w):
             raise ValueError("the record of Ada Lovelace is odd")
 
     reply = asked(train(), tmp_path, Quoting())

@@ -13,14 +13,14 @@ import torch
 
 import fedveil as fv
 from engines.grids import Failing, FromToml, Recording, alive, any_run, descendants, gone, peers
-from fedveil.engines import Local
+from fedveil.engines import LocalEngine
 from fedveil.engines.flower import simulate
 from fedveil.runs import recipe
 from privacy.secagg.sums import Summed
 from toys import LastReference, Twice, kept
 
 OWN = sorted(name for name, method in fv.METHODS.items() if method.__module__.startswith("fedveil."))
-PLAN = recipe.read("digits/fedavg", ["split.clients=4", "split.most=360", "rounds=2", "method.local.epochs=1"])
+PLAN = recipe.read("digits/fedavg", ["split.clients=4", "split.max_records=360", "rounds=2", "method.local.epochs=1"])
 # Ray does not wait for the processes it ends, and so their handles complain when they are collected.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 SMALL = {"steps": 5, "fits": 5, "epochs": 1, "restarts": 1, "batches": 3, "draws": 3}
@@ -60,7 +60,7 @@ def small(thing):
 def both(simulation, task, method, **more):
     """The same run on both engines, with the private randomness fixed."""
     settings = {"rounds": 2, "cohort": 2, "seed": PLAN.seed, "insecure_test_noise": 3} | more
-    local = fv.run(task, method, engine=Local(stack=1, workers=1), **settings)
+    local = fv.run(task, method, engine=LocalEngine(stack=1, workers=1), **settings)
     flower = fv.run(task, method, engine=simulation(PLAN), **settings)
     assert torch.equal(local.weights, flower.weights)
     for one, other in zip(local.ledger.rows, flower.ledger.rows, strict=True):
@@ -86,7 +86,7 @@ def test_so_does_error_feedback(simulation, task):
 @pytest.mark.filterwarnings("ignore:no client answered in round", "ignore:nothing was learned")
 def test_so_do_clients_that_were_away_and_are_caught_up(simulation, task):
     method = small(fv.FedAvg(down=fv.Codec.registry["qsgd"]()))
-    ledger = both(simulation, task, method, rounds=4, cohort=fv.Sampling(size=2, drop=0.3))
+    ledger = both(simulation, task, method, rounds=4, cohort=fv.CohortSampler(size=2, drop=0.3))
     assert sum(row.metrics["caught_up"] for row in ledger.rows) > 0
     assert any(row.missing for row in ledger.rows)
 
@@ -107,7 +107,7 @@ def test_so_does_noise_whose_root_is_fixed(simulation, task):
 
 def test_so_does_a_resumed_run(simulation, task, tmp_path):
     settings = {"cohort": 2, "seed": PLAN.seed}
-    fv.run(task, fv.Scaffold(), rounds=4, engine=Local(stack=1, workers=1), folder=tmp_path / "local", **settings)
+    fv.run(task, fv.Scaffold(), rounds=4, engine=LocalEngine(stack=1, workers=1), folder=tmp_path / "local", **settings)
     for rounds in (2, 4):
         fv.run(task, fv.Scaffold(), rounds=rounds, engine=simulation(PLAN), folder=tmp_path / "flower", **settings)
     one, other = kept(tmp_path / "local"), kept(tmp_path / "flower")
@@ -165,7 +165,7 @@ def test_a_killed_run_leaves_no_process_and_is_resumed_on_flower(tmp_path):
     assert json.loads((tmp_path / "flower" / "environment.json").read_text())["engine"] == "flower"
     plan = recipe.read(str(tmp_path / "flower" / "recipe.toml"))
     settings = {"rounds": done, "cohort": plan.cohort, "seed": plan.seed, "folder": tmp_path / "local"}
-    fv.run(plan.build(), plan.method, engine=Local(stack=1, workers=1), **settings)
+    fv.run(plan.build(), plan.method, engine=LocalEngine(stack=1, workers=1), **settings)
     assert kept(tmp_path / "local")[:3] == kept(tmp_path / "flower")[:3]
 
 

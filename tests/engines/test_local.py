@@ -6,7 +6,7 @@ import torch
 
 import fedveil as fv
 from fedveil.cli.jobs import Job, Where
-from fedveil.engines import Local
+from fedveil.engines import LocalEngine
 from fedveil.engines.local import LARGE, ClientFailure
 from fedveil.gpu import graphs
 from fedveil.runs import recipe
@@ -16,18 +16,18 @@ from toys import linear_task
 class Guilty(fv.FedAvg):
     """Client 2 fails whenever it is in a stack."""
 
-    def update(self, crowd, w):
-        if 2 in crowd.clients:
+    def update(self, stack, w):
+        if 2 in stack.clients:
             raise ArithmeticError("client 2 divides by zero")
-        return super().update(crowd, w)
+        return super().update(stack, w)
 
 
 def test_an_exception_is_bisected_to_the_guilty_client():
     task = linear_task(6, 36)
-    result = fv.run(task, Guilty(), rounds=1, cohort=6, engine=Local(stack=6, workers=1))
+    result = fv.run(task, Guilty(), rounds=1, cohort=6, engine=LocalEngine(stack=6, workers=1))
     assert result.ledger.rows[0].missing == {"2": "failed: ArithmeticError: client 2 divides by zero"}
     assert set(result.ledger.rows[0].up) == {"0", "1", "3", "4", "5"}
-    others = fv.run(task, Guilty(), rounds=1, cohort=6, engine=Local(stack=1, workers=1))
+    others = fv.run(task, Guilty(), rounds=1, cohort=6, engine=LocalEngine(stack=1, workers=1))
     torch.testing.assert_close(result.weights, others.weights, atol=1e-6, rtol=0)
 
 
@@ -35,7 +35,7 @@ def test_debug_names_the_client_the_question_and_the_shapes():
     with pytest.raises(
         ClientFailure, match=r"client 2 failed at Train in round 1 \(.*weights 8.*records 6\)"
     ) as failure:
-        fv.run(linear_task(), Guilty(), rounds=1, cohort=4, engine=Local(debug=True))
+        fv.run(linear_task(), Guilty(), rounds=1, cohort=4, engine=LocalEngine(debug=True))
     assert isinstance(failure.value.__cause__, ArithmeticError)
 
 
@@ -43,13 +43,13 @@ def test_out_of_memory_halves_the_stack_and_stays_small():
     sizes = []
 
     class Hungry(fv.FedAvg):
-        def update(self, crowd, w):
-            sizes.append(len(crowd))
-            if len(crowd) > 2:
+        def update(self, stack, w):
+            sizes.append(len(stack))
+            if len(stack) > 2:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().update(crowd, w)
+            return super().update(stack, w)
 
-    result = fv.run(linear_task(8, 40), Hungry(), rounds=2, cohort=8, engine=Local(workers=1))
+    result = fv.run(linear_task(8, 40), Hungry(), rounds=2, cohort=8, engine=LocalEngine(workers=1))
     assert not any(row.missing for row in result.ledger.rows)
     assert sizes == [8, 4, 2, 2, 4, 2, 2, 2, 2, 2, 2]
 
@@ -58,27 +58,27 @@ def test_clients_of_like_size_are_stacked_together():
     stacks = []
 
     class Watch(fv.FedAvg):
-        def update(self, crowd, w):
-            stacks.append(crowd.rows.counts.tolist())
-            return super().update(crowd, w)
+        def update(self, stack, w):
+            stacks.append(stack.rows.counts.tolist())
+            return super().update(stack, w)
 
     task = linear_task(6, 63, uneven=True)
-    fv.run(task, Watch(), rounds=1, cohort=6, engine=Local(stack=2, workers=1))
+    fv.run(task, Watch(), rounds=1, cohort=6, engine=LocalEngine(stack=2, workers=1))
     assert stacks == [[3, 6], [9, 12], [15, 18]]
 
 
 def test_small_models_are_stacked_and_large_ones_spread_over_workers():
     small = recipe.read("digits/fedavg").build()
     assert small.work < LARGE
-    engine = Local()
+    engine = LocalEngine()
     fv.run(small, fv.FedAvg(), rounds=1, cohort=4, engine=engine)
     assert engine._lanes == 1
     assert engine._fits >= 4
 
 
 def test_an_engine_can_be_used_again_for_a_task_of_another_size(monkeypatch):
-    monkeypatch.setattr(Local, "lanes", lambda self, task: 2 if len(task.clients) == 4 else 1)
-    engine = Local()
+    monkeypatch.setattr(LocalEngine, "lanes", lambda self, task: 2 if len(task.clients) == 4 else 1)
+    engine = LocalEngine()
     for clients in (4, 3, 4):
         result = fv.run(linear_task(clients), fv.FedAvg(), rounds=1, cohort=2, engine=engine)
         assert not result.ledger.rows[0].missing
@@ -88,9 +88,9 @@ def test_steps_are_compiled_where_a_run_asks_for_it_and_nowhere_after_it(tmp_pat
     plan, task, seen = recipe.read("digits/fedavg"), linear_task(), []
 
     class Asked(fv.FedAvg):
-        def update(self, crowd, w):
+        def update(self, stack, w):
             seen.append(graphs.COMPILED)
-            return super().update(crowd, w)
+            return super().update(stack, w)
 
     for compile in (True, False):
         where = Where(str(tmp_path), "cpu", None, 1, 1, False, False, compile=compile)
@@ -101,4 +101,4 @@ def test_steps_are_compiled_where_a_run_asks_for_it_and_nowhere_after_it(tmp_pat
 
 def test_impossible_settings_are_refused():
     with pytest.raises(ValueError, match="at least 1"):
-        Local(stack=0)
+        LocalEngine(stack=0)

@@ -12,13 +12,13 @@ from fedveil.codecs.raw import Update
 from fedveil.core.clients import Clients, Letter, Reply
 from fedveil.core.federation import read_answer
 from fedveil.core.message import Envelope, Refused, frame
-from fedveil.engines import Local
+from fedveil.engines import LocalEngine
 from fedveil.methods.scaffold import TrainControlled
 from toys import Tamper, Twice, linear_task
 
-LOCAL = fv.Local(lr=0.5, batch=4)
+LOCAL = fv.LocalTraining(lr=0.5, batch=4)
 METHODS = {
-    "fedavg": fv.FedAvg(local=LOCAL, server=fv.Server(optimizer="momentum")),
+    "fedavg": fv.FedAvg(local=LOCAL, server=fv.ServerOptimizer(optimizer="momentum")),
     "scaffold": fv.Scaffold(local=LOCAL),
 }
 CULPRIT = 2
@@ -116,7 +116,7 @@ def test_below_the_quorum_the_state_stays_and_the_next_round_goes_on():
     def two_die(round_, replies):
         return replies[2:] if round_ == 2 else replies
 
-    plan = fv.Sampling(size=4, quorum=0.75)
+    plan = fv.CohortSampler(size=4, quorum=0.75)
     weights = [between(fv.FedSGD(), two_die, rounds=n, cohort=plan).weights for n in (1, 2, 3)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[1], weights[2])
@@ -128,28 +128,28 @@ def test_below_the_quorum_the_state_stays_and_the_next_round_goes_on():
 
 
 @dataclasses.dataclass(frozen=True)
-class Failing(fv.Local):
+class Failing(fv.LocalTraining):
     """Local training in which a stack with a guilty client fails, and a stack that is too large."""
 
     error: type[BaseException] = RuntimeError
     guilty: tuple[int, ...] = (CULPRIT,)
     largest: int = 10**9
     from_round: int = 1
-    crowds: list[int] = dataclasses.field(default_factory=list)  # the sizes of the stacks that were tried
+    stacks: list[int] = dataclasses.field(default_factory=list)  # the sizes of the stacks that were tried
 
-    def train(self, crowd, w, correction=None):
-        self.crowds.append(len(crowd))
-        guilty = set(self.guilty) & set(crowd.clients)
-        if crowd.round >= self.from_round and (guilty or len(crowd) > self.largest):
+    def train(self, stack, w, correction=None):
+        self.stacks.append(len(stack))
+        guilty = set(self.guilty) & set(stack.clients)
+        if stack.round >= self.from_round and (guilty or len(stack) > self.largest):
             raise self.error("this went wrong")
-        return super().train(crowd, w, correction)
+        return super().train(stack, w, correction)
 
 
 ENGINES = {
-    "one stack": lambda: Local(workers=1),
-    "stacks of three": lambda: Local(stack=3, workers=1),
-    "two workers": lambda: Local(workers=2),
-    "one at a time": lambda: Local(stack=1, workers=1),
+    "one stack": lambda: LocalEngine(workers=1),
+    "stacks of three": lambda: LocalEngine(stack=3, workers=1),
+    "two workers": lambda: LocalEngine(workers=2),
+    "one at a time": lambda: LocalEngine(stack=1, workers=1),
 }
 ERRORS = [RuntimeError, torch.OutOfMemoryError, MemoryError, KeyError, AssertionError, StopIteration]
 
@@ -170,21 +170,23 @@ def test_a_failure_is_traced_to_the_guilty_client_and_the_others_are_right(error
 
 def test_the_guilty_client_is_found_by_halving():
     local = Failing()
-    fv.run(linear_task(8), fv.FedAvg(local), rounds=1, cohort=8, engine=Local(workers=1))
-    assert sorted(local.crowds, reverse=True) == [8, 4, 4, 2, 2, 1, 1]
+    fv.run(linear_task(8), fv.FedAvg(local), rounds=1, cohort=8, engine=LocalEngine(workers=1))
+    assert sorted(local.stacks, reverse=True) == [8, 4, 4, 2, 2, 1, 1]
 
 
 def test_two_guilty_clients_are_both_found():
-    result = fv.run(linear_task(8), fv.FedAvg(Failing(guilty=(1, 6))), rounds=1, cohort=8, engine=Local(workers=1))
+    result = fv.run(
+        linear_task(8), fv.FedAvg(Failing(guilty=(1, 6))), rounds=1, cohort=8, engine=LocalEngine(workers=1)
+    )
     assert set(result.ledger.rows[0].missing) == {"1", "6"}
 
 
 def test_stacks_that_do_not_fit_into_memory_become_smaller_and_stay_so():
     local = Failing(error=torch.OutOfMemoryError, guilty=(), largest=2)
-    result = fv.run(linear_task(8), fv.FedAvg(local), rounds=2, cohort=8, engine=Local(workers=1))
-    assert local.crowds == [8, 4, 2, 2, 4, 2, 2, 2, 2, 2, 2]
+    result = fv.run(linear_task(8), fv.FedAvg(local), rounds=2, cohort=8, engine=LocalEngine(workers=1))
+    assert local.stacks == [8, 4, 2, 2, 4, 2, 2, 2, 2, 2, 2]
     assert not any(row.missing for row in result.ledger.rows)
-    whole = fv.run(linear_task(8), fv.FedAvg(), rounds=2, cohort=8, engine=Local(workers=1))
+    whole = fv.run(linear_task(8), fv.FedAvg(), rounds=2, cohort=8, engine=LocalEngine(workers=1))
     torch.testing.assert_close(result.weights, whole.weights, atol=1e-6, rtol=0)
 
 
@@ -197,7 +199,7 @@ def test_a_record_that_makes_training_diverge_costs_its_client_alone(client, val
     culprit, record = (owner, 0) if isinstance(client, str) else (client, task.clients[client][0])
     task.x = task.x.clone()
     task.x[record] = value
-    result = fv.run(task, method, rounds=2, cohort=4, engine=Local(workers=1))
+    result = fv.run(task, method, rounds=2, cohort=4, engine=LocalEngine(workers=1))
     for row in result.ledger.rows:
         assert list(row.missing) == [str(culprit)]
         assert row.missing[str(culprit)].startswith("refused: not finite: update holds a value")
@@ -206,7 +208,7 @@ def test_a_record_that_makes_training_diverge_costs_its_client_alone(client, val
 
 
 def test_a_client_that_restarts_between_two_questions_of_a_round_is_left_out():
-    class Restarting(Local):
+    class Restarting(LocalEngine):
         def deliver(self, letters, deadline):
             if letters[0].envelope.serial == 1:
                 self._clients.notes[CULPRIT].clear()
@@ -220,20 +222,20 @@ def test_a_client_that_restarts_between_two_questions_of_a_round_is_left_out():
 
 
 def test_an_interrupt_in_training_ends_the_run_and_leaves_a_folder_that_goes_on(tmp_path, monkeypatch):
-    true = fv.Local.train
+    true = fv.LocalTraining.train
 
-    def interrupted(self, crowd, *given):
-        if crowd.round == 3:
+    def interrupted(self, stack, *given):
+        if stack.round == 3:
             raise KeyboardInterrupt
-        return true(self, crowd, *given)
+        return true(self, stack, *given)
 
     options = {"rounds": 4, "cohort": 4, "folder": tmp_path}
-    monkeypatch.setattr(fv.Local, "train", interrupted)
+    monkeypatch.setattr(fv.LocalTraining, "train", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        fv.run(linear_task(), fv.FedAvg(), engine=Local(1, 1), **options)
+        fv.run(linear_task(), fv.FedAvg(), engine=LocalEngine(1, 1), **options)
     monkeypatch.undo()
-    resumed = fv.run(linear_task(), fv.FedAvg(), engine=Local(1, 1), **options)
-    whole = fv.run(linear_task(), fv.FedAvg(), rounds=4, cohort=4, engine=Local(1, 1))
+    resumed = fv.run(linear_task(), fv.FedAvg(), engine=LocalEngine(1, 1), **options)
+    whole = fv.run(linear_task(), fv.FedAvg(), rounds=4, cohort=4, engine=LocalEngine(1, 1))
     assert torch.equal(resumed.weights, whole.weights)
 
 
@@ -280,7 +282,7 @@ def test_a_question_that_fails_leaves_the_memory_alone():
 
 def test_a_clock_that_runs_backwards_changes_nothing_but_the_seconds(method, tmp_path, monkeypatch):
     def rows(folder):
-        fv.run(linear_task(), method, rounds=3, cohort=4, engine=Local(1, 1), folder=folder)
+        fv.run(linear_task(), method, rounds=3, cohort=4, engine=LocalEngine(1, 1), folder=folder)
         return [msgspec.structs.replace(row, seconds=0) for row in fv.Ledger.read(folder / "ledger.jsonl").rows]
 
     right = rows(tmp_path / "right")

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 import fedveil as fv
-from fedveil.engines import Local
+from fedveil.engines import LocalEngine
 from toys import kept, linear_task
 
-LOCAL = fv.Local(batch=4)
+LOCAL = fv.LocalTraining(batch=4)
 METHODS = {
-    "fedavg": fv.FedAvg(local=LOCAL, server=fv.Server(optimizer="momentum")),
+    "fedavg": fv.FedAvg(local=LOCAL, server=fv.ServerOptimizer(optimizer="momentum")),
     "scaffold": fv.Scaffold(local=LOCAL),
 }
 FORK = multiprocessing.get_context("fork")
@@ -29,8 +29,8 @@ def train(folder: Path, name: str, rounds: int, pause: float = 0.0) -> None:
         linear_task(),
         METHODS[name],
         rounds=rounds,
-        cohort=fv.Sampling(size=3, drop=0.1),
-        engine=Local(stack=1, workers=1),
+        cohort=fv.CohortSampler(size=3, drop=0.1),
+        engine=LocalEngine(stack=1, workers=1),
         folder=folder,
         observer=lambda row: time.sleep(pause),
     )

@@ -85,9 +85,9 @@ def test_a_part_is_told_as_that(told: list[tuple[int, int]], clock: list[float])
 @pytest.mark.parametrize(
     ("method", "total"),
     [
-        (fv.FedAvg(local=fv.Local(epochs=3, batch=4)), 6),
-        (fv.Baffle(level="epoch", directions=2, local=fv.Local(epochs=3, batch=4)), 6),
-        (fv.FedAvg(up=fv.Tofu(points=2, steps=5), local=fv.Local(steps=1)), 5),
+        (fv.FedAvg(local=fv.LocalTraining(epochs=3, batch=4)), 6),
+        (fv.Baffle(level="epoch", directions=2, local=fv.LocalTraining(epochs=3, batch=4)), 6),
+        (fv.FedAvg(up=fv.TofuCodec(points=2, steps=5), local=fv.LocalTraining(steps=1)), 5),
     ],
 )
 def test_whatever_trains_is_told_from_its_first_step_on(

@@ -17,10 +17,10 @@ from fedveil.methods.scaffold import Controlled
 from hostile.attacks import BYTES, RECORDS, WEIGHT, Scene, enveloped, field, tensor_attacks
 from toys import Tamper, linear_task
 
-LOCAL = fv.Local(lr=0.5, batch=100)
+LOCAL = fv.LocalTraining(lr=0.5, batch=100)
 METHODS = {
-    "fedavg": fv.FedAvg(local=LOCAL, server=fv.Server(optimizer="momentum")),
-    "fedprox": fv.FedProx(local=LOCAL, server=fv.Server(optimizer="adam")),
+    "fedavg": fv.FedAvg(local=LOCAL, server=fv.ServerOptimizer(optimizer="momentum")),
+    "fedprox": fv.FedProx(local=LOCAL, server=fv.ServerOptimizer(optimizer="adam")),
     "fedsgd": fv.FedSGD(),
     "scaffold": fv.Scaffold(local=LOCAL),
     "q-fedavg": fv.QFedAvg(local=LOCAL),
@@ -189,8 +189,8 @@ def test_too_many_hostile_answers_leave_the_weights_as_they_were():
     def two(replies, _):
         return [Reply(r.client, b"?") if r.client in (1, CULPRIT) else r for r in replies]
 
-    before = replying(METHODS["fedsgd"], two, rounds=1, cohort=fv.Sampling(size=4, quorum=3))
-    after = replying(METHODS["fedsgd"], two, rounds=2, cohort=fv.Sampling(size=4, quorum=3))
+    before = replying(METHODS["fedsgd"], two, rounds=1, cohort=fv.CohortSampler(size=4, quorum=3))
+    after = replying(METHODS["fedsgd"], two, rounds=2, cohort=fv.CohortSampler(size=4, quorum=3))
     assert torch.equal(before.weights, after.weights)
     assert after.ledger.rows[1].events == [
         "below quorum: 2 of 4 answers can be used, 3 are needed; the weights stay as they were"

@@ -18,11 +18,11 @@ from fedveil.core import message
 from fedveil.core.clients import Reply
 from fedveil.core.message import KINDS, fields
 from fedveil.data import from_tensors
-from fedveil.links.steps import InStep
+from fedveil.links.steps import WeightsDigest
 from hostile.attacks import BYTES, Attack, Scene, inf, nan
 from toys import Tamper, linear_task
 
-LOCAL = fv.Local(lr=0.5, batch=100)
+LOCAL = fv.LocalTraining(lr=0.5, batch=100)
 TASK = linear_task()
 CULPRIT = 2
 CODECS: dict[str, fv.Codec] = {
@@ -30,9 +30,9 @@ CODECS: dict[str, fv.Codec] = {
     "half, bfloat16": fv.Half(dtype="bfloat16"),
     "qsgd": fv.Qsgd(bits=4, bucket=8),
     "top-k": fv.TopK(share=0.4),
-    **{f"tofu, {p}": fv.Tofu(points=2, steps=3, precision=p) for p in ("float32", "float16", "uint8")},
+    **{f"tofu, {p}": fv.TofuCodec(points=2, steps=3, precision=p) for p in ("float32", "float16", "uint8")},
     **{
-        f"fedsynth, {p}": fv.FedSynth(batches=2, batch=2, epochs=1, fits=3, precision=p)
+        f"fedsynth, {p}": fv.FedSynthCodec(batches=2, batch=2, epochs=1, fits=3, precision=p)
         for p in ("float32", "float16", "uint8")
     },
 }
@@ -286,7 +286,7 @@ class Exploding(nn.Module):
 def test_an_update_that_decodes_to_something_not_finite_is_refused_by_name(name):
     data = from_tensors(TASK.x, TASK.y, TASK.x, TASK.y, classes=2)
     task = fv.Task(Exploding(), data, fv.split("iid", data, 4, fv.Seed.root(0)))
-    method = fv.FedAvg(local=fv.Local(lr=0.01, batch=100), up=CODECS[name])
+    method = fv.FedAvg(local=fv.LocalTraining(lr=0.01, batch=100), up=CODECS[name])
     result = replying(method, by(changed(images=lambda t: torch.full_like(t, 900.0))), task)
     assert_refused(result, "not finite")
     torch.testing.assert_close(result.weights, replying(method, absent, task).weights)
@@ -311,7 +311,7 @@ def test_a_client_that_lies_about_the_weights_it_holds_is_refused_by_name():
 
     def lie(replies, _):
         wrong = changed(digest=lambda _: b"whatever")
-        mine = [r for r in replies if r.client == CULPRIT and message.envelope(r.frame)[0] == InStep.kind]
+        mine = [r for r in replies if r.client == CULPRIT and message.envelope(r.frame)[0] == WeightsDigest.kind]
         return [Reply(r.client, wrong(Scene(r.frame, b"", b""))) if r in mine else r for r in replies]
 
     result = replying(method, lie)

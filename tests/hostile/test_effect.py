@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import fedveil as fv
-from fedveil.codecs.fedage import FedAge
+from fedveil.codecs.fedage import FedAgeCodec
 from fedveil.core import message
 from fedveil.core.clients import Reply
 from fedveil.core.message import KINDS
@@ -35,11 +35,11 @@ from toys import Tamper, linear_task
 
 CULPRIT, CLIENTS = 2, 4
 MOST = 1e6  # the largest number in an update that a schema allows
-LOCAL = fv.Local(lr=0.5, batch=100)
-EXACT = FedAge(block=4, code=4, width=0, levels=1 << 15)
+LOCAL = fv.LocalTraining(lr=0.5, batch=100)
+EXACT = FedAgeCodec(block=4, code=4, width=0, levels=1 << 15)
 FEDLAP = FedLap(images=1, passes=1, batches=1, batch=8, steps=10, lr=0.3, image_lr=1.0, region="min")
 FEDDM = FedDm(images=1, draws=2, batches=1, batch=8, steps=10, lr=0.3, region="min")
-PROBING = {"directions": 16, "clip": None, "server": fv.Server()}
+PROBING = {"directions": 16, "clip": None, "server": fv.ServerOptimizer()}
 METHODS: dict[str, fv.Method] = {
     "fedavg": fv.FedAvg(LOCAL),
     "fedavg, fedage": fv.FedAvg(LOCAL, up=EXACT),
@@ -48,7 +48,7 @@ METHODS: dict[str, fv.Method] = {
     "scaffold": fv.Scaffold(LOCAL),
     "baffle": fv.Baffle(**PROBING),
     "baffle, own seeds": fv.Baffle(seeds="own", **PROBING),
-    "baffle, epoch": fv.Baffle(level="epoch", local=fv.Local(lr=0.1, batch=100), **PROBING),
+    "baffle, epoch": fv.Baffle(level="epoch", local=fv.LocalTraining(lr=0.1, batch=100), **PROBING),
     "fedlap, min": FEDLAP,
     "fedlap, max": replace(FEDLAP, region="max"),
     "feddm, min": FEDDM,
@@ -186,10 +186,10 @@ LARGEST: dict[str, dict[str, Any]] = {
     "fedsynth": {"norm": filled(MOST)},
 }
 MERGES = {
-    "clip": fv.Merge("clip", clip=1.0),
-    "median": fv.Merge("median"),
-    "trimmed": fv.Merge("trimmed", trim=0.25),
-    "krum": fv.Merge("krum", byzantine=1),
+    "clip": fv.Aggregator("clip", clip=1.0),
+    "median": fv.Aggregator("median"),
+    "trimmed": fv.Aggregator("trimmed", trim=0.25),
+    "krum": fv.Aggregator("krum", byzantine=1),
 }
 
 
@@ -199,10 +199,10 @@ def test_the_largest_update_of_a_codec_is_bounded_by_every_robust_merge_and_by_n
     plain = fv.FedAvg(LOCAL, up=CODECS[name])
     honest = [float(played(plain, only(k)).step.norm()) for k in range(CLIENTS)]
     for kind, merge in MERGES.items():
-        method = replace(plain, merge=merge)
+        method = replace(plain, aggregator=merge)
         away = played(method, attack).step - played(method, OTHERS).step
         assert float(away.norm()) <= 2 * max(honest), kind
-    assert float(played(plain, attack).step.norm()) > ROOM * max(honest)  # docs/how-to/robust-merges.md
+    assert float(played(plain, attack).step.norm()) > ROOM * max(honest)  # docs/how-to/robust-aggregators.md
 
 
 # ------------------------------------------------------------------------------------------------ how it is clamped
@@ -231,7 +231,7 @@ def test_numbers_are_clamped_around_the_median_and_the_ledger_tells_whose():
         "client 1: radius of 0 counts as 0.25: the median is 2.5",
         "client 7: radius of 99 counts as 25: the median is 2.5",
     ]
-    assert clamped(cohort, "radius", {1: 0.0, 2: 3.0, 3: 2.0}, least=False) == {1: 0.0, 2: 3.0, 3: 2.0}
+    assert clamped(cohort, "radius", {1: 0.0, 2: 3.0, 3: 2.0}, raise_low=False) == {1: 0.0, 2: 3.0, 3: 2.0}
     assert len(cohort.told) == 2
 
 
@@ -319,7 +319,7 @@ class Diverging(fv.FedAvg):
 @pytest.mark.parametrize("wrong", ["weights", "first", "second"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e7])
 def test_a_state_that_is_not_finite_or_out_of_range_is_neither_taken_nor_saved(wrong, value, tmp_path):
-    method = Diverging(LOCAL, server=fv.Server(optimizer="adam", lr=0.1))
+    method = Diverging(LOCAL, server=fv.ServerOptimizer(optimizer="adam", lr=0.1))
     object.__setattr__(method, "wrong", wrong)
     object.__setattr__(method, "value", value)
     found = fv.run(linear_task(), method, rounds=2, cohort=4, folder=tmp_path)

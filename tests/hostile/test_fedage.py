@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fedveil as fv
-from fedveil.codecs.fedage import Codes, FedAge
+from fedveil.codecs.fedage import Codes, FedAgeCodec
 from fedveil.core import message
 from fedveil.core.clients import Reply
 from fedveil.links.agreed import Magnitude
@@ -16,7 +16,7 @@ from hostile.attacks import BYTES, Scene, inf, nan
 from toys import Tamper, linear_task
 
 CULPRIT = 2
-METHOD = fv.FedAvg(fv.Local(lr=0.5, batch=100), up=FedAge(block=4, width=0))
+METHOD = fv.FedAvg(fv.LocalTraining(lr=0.5, batch=100), up=FedAgeCodec(block=4, width=0))
 OUT = "out of range"
 ANOTHER = "another question of the round"
 

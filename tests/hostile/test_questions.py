@@ -10,7 +10,7 @@ import fedveil as fv
 from fedveil.core import message
 from fedveil.core.clients import Clients, Letter
 from fedveil.core.message import Envelope, Refused, fields
-from fedveil.engines import Local
+from fedveil.engines import LocalEngine
 from fedveil.links.down import Train
 from fedveil.methods.qfedavg import TrainFair
 from fedveil.methods.scaffold import TrainControlled
@@ -80,7 +80,7 @@ def test_a_letter_of_another_run_is_refused_wherever_it_lies_in_the_stack():
         clients.answer([good, bad])
 
 
-class Garbling(Local):
+class Garbling(LocalEngine):
     """Damages the question to one client on its way."""
 
     def deliver(self, letters: Sequence[Letter], deadline: float | None):

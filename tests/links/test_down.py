@@ -7,7 +7,7 @@ import torch
 from msgspec.structs import replace
 
 import fedveil as fv
-from codec_tools import crowd_of, image_task
+from codec_tools import image_task, stack_of
 from fedveil import models
 from fedveil.codecs.raw import Update
 from fedveil.codecs.topk import Sparse
@@ -15,23 +15,23 @@ from fedveil.core import message
 from fedveil.core.clients import Letter, Reply
 from fedveil.core.message import Envelope
 from fedveil.data import from_tensors
-from fedveil.engines import Local
-from fedveil.links.down import Held, Train, TrainFrom, TrainFull, TrainHere
-from fedveil.links.steps import Follow
+from fedveil.engines import LocalEngine
+from fedveil.links.down import ClientMemory, Train, TrainFrom, TrainFull, TrainHere
+from fedveil.links.steps import CatchUp
 from fedveil.train.optimizers import ServerState
 from toys import kept
 
-LOCAL = fv.Local(lr=0.3, batch=5)
+LOCAL = fv.LocalTraining(lr=0.3, batch=5)
 TASK = image_task(hidden=40)  # 803 weights
 STEPS = {
     "top-k": fv.TopK(share=0.02),
     "qsgd": fv.Qsgd(bits=2, bucket=512),
-    "tofu": fv.Tofu(points=2, steps=10),
+    "tofu": fv.TofuCodec(points=2, steps=10),
 }
 
 
 @dataclass(frozen=True)
-class Scheduled(fv.Sampling):
+class Scheduled(fv.CohortSampler):
     """Who is asked, round by round."""
 
     cohorts: list[tuple[int, ...]] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Scheduled(fv.Sampling):
         return self.cohorts.pop(0)
 
 
-class Noting(Local):
+class Noting(LocalEngine):
     """Keeps the letters it carries and the replies it brings back, and loses those that `lose(letter)` says."""
 
     def __init__(self, lose=lambda letter: False) -> None:
@@ -67,7 +67,7 @@ class Run:
         self.engine, self.rounds, self.number = engine or Noting(), rounds, 0
         plan = Scheduled(cohorts=list(cohorts))
         self.federation = fv.Federation(task, method, self.engine, plan, fv.Seed.root(0), 100)
-        self.state = method.begin(task)
+        self.state = method.init_state(task)
         self.rows: list[fv.Row] = []
 
     def go(self, rounds: int = 1) -> fv.Row:
@@ -111,8 +111,8 @@ def test_a_client_that_was_away_gets_the_bytes_of_the_messages_it_missed(codec):
     row = run.go(5)
     history, here = run.before.history, frame_bytes(TrainHere(4))
     assert len(history) == 4
-    assert row.down["0"] == frame_bytes(Follow(4, history[3:])) + here
-    assert row.down["1"] == frame_bytes(Follow(4, history)) + here
+    assert row.down["0"] == frame_bytes(CatchUp(4, history[3:])) + here
+    assert row.down["1"] == frame_bytes(CatchUp(4, history)) + here
     assert row.down["1"] < 4 * TASK.layout.size
 
 
@@ -120,10 +120,10 @@ def test_full_weights_are_sent_where_they_are_fewer_bytes_than_the_missed_messag
     run = Run(fv.FedAvg(local=LOCAL, down=fv.Half()), AWAY)
     row = run.go(5)
     here = frame_bytes(TrainHere(4))
-    assert row.down["0"] == frame_bytes(Follow(4, run.before.history[3:])) + here
-    assert row.down["1"] == frame_bytes(Follow(4, weights=run.before.weights)) + here
+    assert row.down["0"] == frame_bytes(CatchUp(4, run.before.history[3:])) + here
+    assert row.down["1"] == frame_bytes(CatchUp(4, weights=run.before.weights)) + here
     assert run.before.history[:3] == [b""] * 3, "what will never be sent is not kept"
-    assert row.down["1"] < frame_bytes(Follow(4, run.before.history[3:] * 2)) + here
+    assert row.down["1"] < frame_bytes(CatchUp(4, run.before.history[3:] * 2)) + here
     assert torch.equal(run.held(1).weights, run.before.weights)
 
 
@@ -157,7 +157,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_client_that_strayed_is_sent_full_weights_and_goes_on_as_if_nothing_had_been(damage):
-    sound, hurt = (Run(fv.FedAvg(local=LOCAL, down=fv.Tofu(points=2, steps=10)), [(0, 1)] * 5) for _ in range(2))
+    sound, hurt = (Run(fv.FedAvg(local=LOCAL, down=fv.TofuCodec(points=2, steps=10)), [(0, 1)] * 5) for _ in range(2))
     sound.go(5)
     hurt.go(3)
     if damage:
@@ -166,7 +166,7 @@ def test_a_client_that_strayed_is_sent_full_weights_and_goes_on_as_if_nothing_ha
         del hurt.federation.clients.memory.entries[1]
     row = hurt.go()
     assert row.metrics["resynced"] == 1
-    assert row.down["1"] - row.down["0"] == frame_bytes(Follow(3, weights=hurt.before.weights))
+    assert row.down["1"] - row.down["0"] == frame_bytes(CatchUp(3, weights=hurt.before.weights))
     assert not row.missing
     assert hurt.go().metrics["resynced"] == 0
     assert torch.equal(hurt.state.weights, sound.state.weights)
@@ -175,7 +175,7 @@ def test_a_client_that_strayed_is_sent_full_weights_and_goes_on_as_if_nothing_ha
 
 def test_a_client_whose_answer_was_lost_applies_no_step_twice():
     def lose(letter):
-        return letter.kind == Follow.kind and letter.client == 1 and letter.envelope.round == 3
+        return letter.kind == CatchUp.kind and letter.client == 1 and letter.envelope.round == 3
 
     run = Run(fv.FedAvg(local=LOCAL, down=STEPS["top-k"]), [(0, 1)] * 4, engine=Noting(lose))
     run.go(2)
@@ -188,7 +188,7 @@ def test_a_client_whose_answer_was_lost_applies_no_step_twice():
 
 def test_a_client_that_is_gone_when_it_should_be_resynced_does_not_stop_the_others():
     def lose(letter):
-        return letter.kind == Follow.kind and message.unpack(letter.payload, Follow).weights is not None
+        return letter.kind == CatchUp.kind and message.unpack(letter.payload, CatchUp).weights is not None
 
     run = Run(fv.FedAvg(local=LOCAL, down=STEPS["top-k"]), [(0, 1)] * 3, engine=Noting(lose))
     run.go(2)
@@ -202,17 +202,17 @@ def test_a_client_that_is_gone_when_it_should_be_resynced_does_not_stop_the_othe
 def test_a_client_that_does_not_hold_the_weights_refuses_to_train():
     method = fv.FedAvg(local=LOCAL, down=STEPS["top-k"])
     with pytest.raises(fv.Refused, match="lost state: the weights of version 7 are not held; catch up first"):
-        method.answer[TrainHere](crowd_of(TASK, 0), TrainHere(7))
-    for memory, version in ((Held(6, TASK.initial), 7), (Held(residual=TASK.initial), 0)):
+        method.handlers[TrainHere](stack_of(TASK, 0), TrainHere(7))
+    for memory, version in ((ClientMemory(6, TASK.initial), 7), (ClientMemory(residual=TASK.initial), 0)):
         with pytest.raises(fv.Refused, match=f"lost state: the weights of version {version} are not held"):
-            method.answer[TrainHere](crowd_of(TASK, 0, memory=[memory]), TrainHere(version))
+            method.handlers[TrainHere](stack_of(TASK, 0, memory=[memory]), TrainHere(version))
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_the_moments_of_the_servers_optimiser_stay_with_the_server(optimizer):
-    run = Run(fv.FedAvg(local=LOCAL, down=fv.Half(), server=fv.Server(optimizer, 0.5)), AWAY)
+    run = Run(fv.FedAvg(local=LOCAL, down=fv.Half(), server=fv.ServerOptimizer(optimizer, 0.5)), AWAY)
     row = run.go(5)
-    assert row.down["1"] == frame_bytes(Follow(4, weights=run.before.weights)) + frame_bytes(TrainHere(4))
+    assert row.down["1"] == frame_bytes(CatchUp(4, weights=run.before.weights)) + frame_bytes(TrainHere(4))
     assert all(r.metrics["resynced"] == 0 for r in run.rows)
     assert not any(r.missing for r in run.rows)
     assert run.held(1).first is None
@@ -243,12 +243,12 @@ def test_a_step_within_a_question_is_checked_like_any_bytes_from_outside():
         (nan, "not finite"),
         (twice, "out of range: places are not ascending"),
     ):
-        crowd = crowd_of(TASK, 0)
+        stack = stack_of(TASK, 0)
         with pytest.raises(fv.Refused, match=f"^{reason}"):
-            method.answer[Follow](crowd, Follow(1, [frame]))
-        assert crowd.kept is None
+            method.handlers[CatchUp](stack, CatchUp(1, [frame]))
+        assert stack.kept is None
     with pytest.raises(fv.Refused, match="wrong kind: this run sends full weights down"):
-        fv.FedAvg().answer[Follow](crowd_of(TASK, 0), Follow(1, [step]))
+        fv.FedAvg().handlers[CatchUp](stack_of(TASK, 0), CatchUp(1, [step]))
 
 
 def test_threads_of_the_server_do_not_put_clients_out_of_step():
@@ -257,7 +257,7 @@ def test_threads_of_the_server_do_not_put_clients_out_of_step():
     x, y = torch.randn(20, 1, 28, 28, generator=draw), torch.arange(20) % 10
     data = from_tensors(x, y, x, y, classes=10)
     task = fv.Task(models.build("lenet5", (1, 28, 28), 10), data, fv.split("iid", data, 2, fv.Seed.root(0)))
-    method = fv.FedAvg(local=fv.Local(lr=0.05), down=fv.Tofu(points=64, steps=1))
+    method = fv.FedAvg(local=fv.LocalTraining(lr=0.05), down=fv.TofuCodec(points=64, steps=1))
     torch.set_num_threads(2)
     try:
         result = fv.run(task, method, rounds=3, cohort=2, evaluate_every=3)
@@ -277,7 +277,7 @@ def test_error_feedback_and_the_way_down_share_a_clients_memory():
 
 def test_a_run_resumed_in_the_middle_ends_with_identical_weights_history_and_versions(tmp_path):
     method = fv.FedAvg(
-        local=LOCAL, up=fv.TopK(share=0.1), down=fv.Tofu(points=2, steps=10), feedback=True, full_rounds=1
+        local=LOCAL, up=fv.TopK(share=0.1), down=fv.TofuCodec(points=2, steps=10), feedback=True, full_rounds=1
     )
 
     def run(folder, **options):
@@ -294,7 +294,7 @@ def test_a_run_resumed_in_the_middle_ends_with_identical_weights_history_and_ver
 
 # ---------------------------------------------------------------------------------------------------- reference init
 
-INIT = fv.FedSynth(batches=2, batch=2, epochs=1, fits=10, restarts=2)
+INIT = fv.FedSynthCodec(batches=2, batch=2, epochs=1, fits=10, restarts=2)
 
 
 def test_with_reference_init_clients_train_from_the_decoded_weights_and_the_server_keeps_its_exact_ones():
@@ -303,7 +303,7 @@ def test_with_reference_init_clients_train_from_the_decoded_weights_and_the_serv
     question = run.engine.asked(TrainFrom)[-1]
     payload, _ = message.unframe(question.frame, {INIT.payload.kind: INIT.payload}, 10**6)
     decoded = TASK.initial + INIT.decode(TASK, TASK.initial[None], [payload])[0]
-    updates = [LOCAL.train(crowd_of(TASK, k, round_=3), decoded)[0][0] - decoded for k in (0, 1)]
+    updates = [LOCAL.train(stack_of(TASK, k, round_=3), decoded)[0][0] - decoded for k in (0, 1)]
     counts = TASK.clients.sizes[:2]
     mean = (counts[0] * updates[0] + counts[1] * updates[1]) / sum(counts)
     torch.testing.assert_close(run.state.weights, run.before.weights + mean, atol=1e-6, rtol=0)
@@ -352,10 +352,10 @@ UP = {
     "half": fv.Half(),
     "qsgd": fv.Qsgd(),
     "top-k": fv.TopK(share=0.05),
-    "tofu": fv.Tofu(points=2, steps=5),
-    "tofu, 8 bits": fv.Tofu(points=2, steps=5, precision="uint8"),
-    "fedsynth": fv.FedSynth(batches=2, batch=2, epochs=2, fits=5),
-    "fedsynth, 16 bits": fv.FedSynth(batches=2, batch=2, epochs=2, fits=5, precision="float16"),
+    "tofu": fv.TofuCodec(points=2, steps=5),
+    "tofu, 8 bits": fv.TofuCodec(points=2, steps=5, precision="uint8"),
+    "fedsynth": fv.FedSynthCodec(batches=2, batch=2, epochs=2, fits=5),
+    "fedsynth, 16 bits": fv.FedSynthCodec(batches=2, batch=2, epochs=2, fits=5, precision="float16"),
 }
 
 
@@ -368,7 +368,7 @@ def decoded_in(monkeypatch, method: fv.FedAvg) -> list[torch.Tensor]:
         return decoded[-1]
 
     monkeypatch.setattr(type(method.up), "decode", noted)
-    fv.run(TASK, method, rounds=3, cohort=1, engine=Local(stack=1, workers=1))
+    fv.run(TASK, method, rounds=3, cohort=1, engine=LocalEngine(stack=1, workers=1))
     return decoded
 
 

@@ -9,12 +9,12 @@ from fedveil.core import message
 from fedveil.core.clients import Reply
 from fedveil.core.message import Envelope, Refused
 from fedveil.links.replay import Step
-from fedveil.links.steps import Follow, InStep, Stand
-from methods.baffle.probes import crowd
+from fedveil.links.steps import CatchUp, ClientWeights, WeightsDigest
+from methods.baffle.probes import stack
 from toys import Tamper, linear_task
 
-SGD = fv.Server("plain", 0.1)
-ADAM = fv.Server("adam", 0.01, tau=1e-8)
+SGD = fv.ServerOptimizer("plain", 0.1)
+ADAM = fv.ServerOptimizer("adam", 0.01, tau=1e-8)
 
 
 def digits(clients=10):
@@ -27,7 +27,7 @@ def method(server=ADAM, **more):
     return fv.Baffle(directions=20, batch=8, down="replay", server=server, **more)
 
 
-class Away(fv.Sampling):
+class Away(fv.CohortSampler):
     """Client 0 takes part in the first round and then again in round 5; all others always."""
 
     def draw(self, task, seed):
@@ -37,15 +37,17 @@ class Away(fv.Sampling):
 
 
 def federation(task, chosen, plan=None):
-    return fv.Federation(task, chosen, fv.engines.Local(), plan or fv.Sampling(size=len(task.clients)), fv.Seed.root(0))
+    return fv.Federation(
+        task, chosen, fv.engines.LocalTraining(), plan or fv.CohortSampler(size=len(task.clients)), fv.Seed.root(0)
+    )
 
 
-@pytest.mark.parametrize("server", [SGD, fv.Server("momentum", 0.05), ADAM], ids=lambda s: s.optimizer)
+@pytest.mark.parametrize("server", [SGD, fv.ServerOptimizer("momentum", 0.05), ADAM], ids=lambda s: s.optimizer)
 @pytest.mark.parametrize("ema", [0.0, 0.9])
 def test_a_client_that_was_away_three_rounds_ends_with_the_same_weights(server, ema):
     task = digits()
     run = federation(task, method(server, ema=ema), Away())
-    state, rows = run.method.begin(task), []
+    state, rows = run.method.init_state(task), []
     for number in range(1, 6):
         before = state
         state, row = run.step(state, number, 5)
@@ -81,7 +83,7 @@ def test_a_round_costs_four_bytes_a_direction_both_ways():
 def test_a_newcomer_gets_the_state_where_the_steps_are_more_bytes(server, parts):
     task = linear_task()  # 8 weights: any step is longer than they are
     run = federation(task, fv.Baffle(directions=4, down="replay", server=server))
-    state = run.method.begin(task)
+    state = run.method.init_state(task)
     for number in (1, 2):
         state, row = run.step(state, number, 2)
     asked = run.method.steps.missed(state, 0)
@@ -94,7 +96,7 @@ def test_a_newcomer_gets_the_state_where_the_steps_are_more_bytes(server, parts)
 def test_a_client_that_strayed_is_sent_the_state_and_counted():
     task = digits()
     run = federation(task, method())
-    state, _ = run.step(run.method.begin(task), 1, 3)
+    state, _ = run.step(run.method.init_state(task), 1, 3)
     entries = run.clients.memory.entries[3]
     round_, serial, stand = entries[-1]
     entries[-1] = round_, serial, msgspec.structs.replace(stand, weights=stand.weights + 1e-3)
@@ -108,8 +110,10 @@ def test_a_client_that_strayed_is_sent_the_state_and_counted():
 def test_a_client_that_says_it_holds_something_else_twice_is_left_out():
     def lie(_, replies):
         for reply in replies:
-            lies = reply.client == 1 and reply.frame[3] == InStep.kind
-            yield Reply(reply.client, message.frame(InStep(), message.envelope(reply.frame)[1])) if lies else reply
+            lies = reply.client == 1 and reply.frame[3] == WeightsDigest.kind
+            yield (
+                Reply(reply.client, message.frame(WeightsDigest(), message.envelope(reply.frame)[1])) if lies else reply
+            )
 
     result = fv.run(linear_task(), fv.Baffle(directions=4, down="replay"), rounds=2, cohort=4, engine=Tamper(lie))
     for row in result.ledger.rows:
@@ -121,11 +125,11 @@ def test_a_lost_answer_does_not_make_a_client_take_a_step_twice():
     chosen = fv.Baffle(directions=4, down="replay", server=SGD)
     steps = [Step(n, torch.full((4,), 0.1)) for n in (1, 2)]
     frames = [message.frame(step, Envelope()) for step in steps]
-    first = crowd(task)
-    chosen.steps.follow(first, Follow(1, frames[:1]))
-    both = crowd(task, memory=first.kept)
-    chosen.steps.follow(both, Follow(2, frames))  # the server does not know that the first arrived
-    expected = SGD.begin(task.initial)
+    first = stack(task)
+    chosen.steps.follow(first, CatchUp(1, frames[:1]))
+    both = stack(task, memory=first.kept)
+    chosen.steps.follow(both, CatchUp(2, frames))  # the server does not know that the first arrived
+    expected = SGD.init_state(task.initial)
     for step in steps:
         expected = chosen.take(task, expected, [step.key], [step.coefficients])
     assert torch.equal(both.kept[0].weights, expected.weights)
@@ -135,7 +139,7 @@ def test_a_lost_answer_does_not_make_a_client_take_a_step_twice():
     ("frame", "reason"),
     [
         (b"", "truncated"),
-        (message.frame(Stand(1, torch.zeros(8)), Envelope()), "wrong kind"),
+        (message.frame(ClientWeights(1, torch.zeros(8)), Envelope()), "wrong kind"),
         (message.frame(Step(1, torch.full((4,), torch.nan)), Envelope()), "not finite"),
         (message.frame(Step(1, torch.zeros(5)), Envelope()), "wrong shape"),
         (message.frame(Step(1, torch.zeros(4, dtype=torch.float64)), Envelope()), "wrong dtype"),
@@ -146,9 +150,9 @@ def test_a_lost_answer_does_not_make_a_client_take_a_step_twice():
 def test_a_hostile_step_is_refused_by_name(frame, reason):
     chosen = fv.Baffle(directions=4, down="replay")
     with pytest.raises(Refused, match=f"^{reason}"):
-        chosen.steps.follow(crowd(linear_task()), Follow(1, [frame]))
+        chosen.steps.follow(stack(linear_task()), CatchUp(1, [frame]))
 
 
 def test_a_question_about_weights_that_are_not_held_is_lost_state():
     with pytest.raises(Refused, match="lost state: the weights of version 3 are not held"):
-        fv.Baffle(down="replay").steps.held(crowd(linear_task()), 3)
+        fv.Baffle(down="replay").steps.held(stack(linear_task()), 3)

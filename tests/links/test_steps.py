@@ -7,7 +7,7 @@ import fedveil as fv
 from fedveil.core import message
 from fedveil.core.message import Refused
 from fedveil.links.down import TrainHere
-from fedveil.links.steps import Follow, Stand, Steps
+from fedveil.links.steps import CatchUp, ClientWeights, Steps
 from fedveil.methods.baffle.baffle import ProbeHere
 from fedveil.train.optimizers import ServerState
 from toys import linear_task
@@ -28,17 +28,17 @@ class Adding(Steps):
         return ServerState(now.weights + step, now.first, now.second)
 
 
-def follow(steps: Steps, question: Follow, *memory: Stand | None) -> list[Stand]:
+def follow(steps: Steps, question: CatchUp, *memory: ClientWeights | None) -> list[ClientWeights]:
     clients = tuple(range(len(memory)))
-    crowd = fv.Crowd(TASK, clients, 1, fv.Seed.root(0), fv.Seed.root(0), list(memory), [{} for _ in clients])
-    steps.follow(crowd, question)
-    return crowd.kept
+    stack = fv.ClientStack(TASK, clients, 1, fv.Seed.root(0), fv.Seed.root(0), list(memory), [{} for _ in clients])
+    steps.follow(stack, question)
+    return stack.kept
 
 
 def test_clients_that_hold_the_same_take_its_steps_once():
     steps = Adding(ServerState(TASK.initial))
-    other = Stand(1, TASK.initial + 7)
-    first, second, third = follow(steps, Follow(2, [b"1", b"2"]), None, Stand(), other)
+    other = ClientWeights(1, TASK.initial + 7)
+    first, second, third = follow(steps, CatchUp(2, [b"1", b"2"]), None, ClientWeights(), other)
     assert steps.taken == [1.0, 2.0, 2.0]
     assert torch.equal(first.weights, TASK.initial + 1 + 2)
     assert torch.equal(second.weights, first.weights)
@@ -48,8 +48,8 @@ def test_clients_that_hold_the_same_take_its_steps_once():
 
 def test_the_same_weights_with_other_moments_are_not_the_same():
     steps = Adding(ServerState(TASK.initial, MOMENT))
-    memory = [Stand(1, TASK.initial, moment) for moment in (MOMENT, MOMENT + 1)]
-    kept = follow(steps, Follow(2, [b"1"]), *memory)
+    memory = [ClientWeights(1, TASK.initial, moment) for moment in (MOMENT, MOMENT + 1)]
+    kept = follow(steps, CatchUp(2, [b"1"]), *memory)
     assert steps.taken == [1.0, 1.0]
     assert not torch.equal(kept[0].first, kept[1].first)
 
@@ -57,9 +57,9 @@ def test_the_same_weights_with_other_moments_are_not_the_same():
 @pytest.mark.parametrize(
     ("start", "sent"),
     [
-        (ServerState(TASK.initial), Follow(1, weights=TASK.initial, first=MOMENT)),
-        (ServerState(TASK.initial, MOMENT, MOMENT), Follow(1, weights=TASK.initial, first=MOMENT)),
-        (ServerState(TASK.initial, MOMENT), Follow(1, weights=TASK.initial)),
+        (ServerState(TASK.initial), CatchUp(1, weights=TASK.initial, first=MOMENT)),
+        (ServerState(TASK.initial, MOMENT, MOMENT), CatchUp(1, weights=TASK.initial, first=MOMENT)),
+        (ServerState(TASK.initial, MOMENT), CatchUp(1, weights=TASK.initial)),
     ],
 )
 def test_a_state_with_other_moments_than_the_runs_is_refused(start, sent):
@@ -68,13 +68,15 @@ def test_a_state_with_other_moments_than_the_runs_is_refused(start, sent):
 
 
 def test_a_state_takes_the_place_of_what_a_client_holds():
-    (kept,) = follow(Adding(ServerState(TASK.initial)), Follow(5, weights=TASK.initial + 3), Stand(9, TASK.initial))
+    (kept,) = follow(
+        Adding(ServerState(TASK.initial)), CatchUp(5, weights=TASK.initial + 3), ClientWeights(9, TASK.initial)
+    )
     assert (kept.version, kept.first, kept.second) == (5, None, None)
     assert torch.equal(kept.weights, TASK.initial + 3)
 
 
 @pytest.mark.parametrize("version", [-1, 2**40 + 1])
-@pytest.mark.parametrize("question", [Follow, TrainHere, lambda version: ProbeHere(version, 1, 1)])
+@pytest.mark.parametrize("question", [CatchUp, TrainHere, lambda version: ProbeHere(version, 1, 1)])
 def test_a_version_that_no_run_reaches_is_refused(question, version):
     asked = question(version)
     with pytest.raises(Refused, match="wrong field"):

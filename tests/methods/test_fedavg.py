@@ -6,7 +6,7 @@ import torch
 import fedveil as fv
 from fedveil.core.clients import Reply
 from fedveil.core.message import Envelope, frame
-from fedveil.engines import Local
+from fedveil.engines import LocalEngine
 from fedveil.methods.fedavg import Update
 from fedveil.runs import recipe
 from toys import Tamper, linear_task
@@ -28,7 +28,7 @@ def two():
     return task
 
 
-FULL = fv.Local(lr=0.5, epochs=2, batch=100)
+FULL = fv.LocalTraining(lr=0.5, epochs=2, batch=100)
 
 
 def by_hand(task, client, correction=lambda w: 0.0, steps=2, lr=0.5):
@@ -39,7 +39,7 @@ def by_hand(task, client, correction=lambda w: 0.0, steps=2, lr=0.5):
 
 
 def test_fedsgd_takes_one_step_along_the_mean_gradient(two):
-    result = fv.run(two, fv.FedSGD(server=fv.Server(lr=0.5)), rounds=1, cohort=2)
+    result = fv.run(two, fv.FedSGD(server=fv.ServerOptimizer(lr=0.5)), rounds=1, cohort=2)
     g = [gradient(two, two.initial, two.clients[k])[0] for k in range(2)]
     torch.testing.assert_close(result.weights, two.initial - 0.5 * (8 * g[0] + 16 * g[1]) / 24)
 
@@ -91,7 +91,7 @@ def test_q_zero_is_the_unweighted_mean(two):
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_local_optimisers_are_those_of_pytorch(two, optimizer):
-    local = fv.Local(optimizer=optimizer, lr=0.05, epochs=4, batch=100, weight_decay=0.01)
+    local = fv.LocalTraining(optimizer=optimizer, lr=0.05, epochs=4, batch=100, weight_decay=0.01)
     result = fv.run(two, fv.FedAvg(local=local), rounds=1, cohort=2)
     trained = []
     for k in range(2):
@@ -110,11 +110,11 @@ def test_local_optimisers_are_those_of_pytorch(two, optimizer):
 
 def test_server_optimisers_two_steps_by_hand():
     w, d1, d2 = torch.tensor([1.0, 2.0]), torch.tensor([0.5, -1.0]), torch.tensor([0.25, 0.5])
-    momentum = fv.Server(optimizer="momentum", lr=0.1, momentum=0.9)
-    state = momentum.step(momentum.step(momentum.begin(w), d1), d2)
+    momentum = fv.ServerOptimizer(optimizer="momentum", lr=0.1, momentum=0.9)
+    state = momentum.step(momentum.step(momentum.init_state(w), d1), d2)
     torch.testing.assert_close(state.weights, w + 0.1 * d1 + 0.1 * (0.9 * d1 + d2))
-    adam = fv.Server(optimizer="adam", lr=0.1, momentum=0.9, beta2=0.99, tau=1e-3)
-    state = adam.step(adam.step(adam.begin(w), d1), d2)
+    adam = fv.ServerOptimizer(optimizer="adam", lr=0.1, momentum=0.9, beta2=0.99, tau=1e-3)
+    state = adam.step(adam.step(adam.init_state(w), d1), d2)
     m1, v1 = 0.1 * d1, 0.01 * d1**2
     m2, v2 = 0.9 * m1 + 0.1 * d2, 0.99 * v1 + 0.01 * d2**2
     torch.testing.assert_close(state.weights, w + 0.1 * m1 / (v1.sqrt() + 1e-3) + 0.1 * m2 / (v2.sqrt() + 1e-3))
@@ -131,19 +131,19 @@ MERGED = {
 @pytest.mark.parametrize("kind", MERGED)
 def test_robust_merges_ignore_the_outlier_that_moves_the_mean(kind):
     updates = torch.tensor([[1.0, 1.0], [2.0, 2.0], [2.0, 2.0], [3.0, 3.0], [4.5, 117.0]])
-    merged = fv.Merge(kind=kind, trim=0.2, byzantine=1)(updates, torch.ones(5))
+    merged = fv.Aggregator(kind=kind, trim=0.2, byzantine=1)(updates, torch.ones(5))
     torch.testing.assert_close(merged, MERGED[kind])
 
 
 def test_a_share_is_not_cut_short_by_rounding():
     updates = torch.arange(100.0)[:, None].square()
-    merged = fv.Merge(kind="trimmed", trim=0.29)(updates, torch.ones(100))
+    merged = fv.Aggregator(kind="trimmed", trim=0.29)(updates, torch.ones(100))
     torch.testing.assert_close(merged, updates[29:71].mean(0))
 
 
 def test_norm_clipping_bounds_what_one_client_can_do():
     updates = torch.tensor([[0.3, 0.4], [300.0, 400.0]])
-    merged = fv.Merge(kind="clip", clip=1.0)(updates, torch.tensor([1, 3]))
+    merged = fv.Aggregator(kind="clip", clip=1.0)(updates, torch.tensor([1, 3]))
     torch.testing.assert_close(merged, 0.25 * updates[0] + 0.75 * torch.tensor([0.6, 0.8]))
 
 
@@ -157,7 +157,7 @@ def test_a_poisoned_client_ruins_the_mean_but_not_the_median():
             yield reply
 
     def accuracy(kind):
-        method = fv.FedAvg(local=fv.Local(lr=0.5, epochs=3), merge=fv.Merge(kind=kind))
+        method = fv.FedAvg(local=fv.LocalTraining(lr=0.5, epochs=3), aggregator=fv.Aggregator(kind=kind))
         return fv.run(linear_task(4), method, rounds=5, cohort=4, engine=Tamper(poison)).accuracy
 
     assert accuracy("mean") < 0.7
@@ -171,15 +171,15 @@ def test_ragged_clients_train_as_if_alone():
     """Clients of 1 to 9 records in one stack end where each ends alone: padding changes no gradient."""
     task = linear_task(9, 45, uneven=True)
     assert task.clients.sizes.tolist() == list(range(1, 10))
-    method = fv.FedAvg(local=fv.Local(lr=0.3, epochs=3, batch=4))
-    together = fv.run(task, method, rounds=1, cohort=9, engine=Local(stack=9, workers=1))
-    alone = fv.run(task, method, rounds=1, cohort=9, engine=Local(stack=1, workers=1))
+    method = fv.FedAvg(local=fv.LocalTraining(lr=0.3, epochs=3, batch=4))
+    together = fv.run(task, method, rounds=1, cohort=9, engine=LocalEngine(stack=9, workers=1))
+    alone = fv.run(task, method, rounds=1, cohort=9, engine=LocalEngine(stack=1, workers=1))
     torch.testing.assert_close(together.weights, alone.weights, atol=1e-6, rtol=0)
 
 
 def test_steps_instead_of_epochs_give_every_client_the_same_number():
     task = linear_task(3, 12, uneven=True)
-    result = fv.run(task, fv.FedAvg(local=fv.Local(steps=5, batch=1)), rounds=1, cohort=3)
+    result = fv.run(task, fv.FedAvg(local=fv.LocalTraining(steps=5, batch=1)), rounds=1, cohort=3)
     assert result.ledger.rows[0].passes == 15
 
 
@@ -191,7 +191,7 @@ def digits():
 def test_stack_sizes_agree_on_the_digits_after_one_round(digits):
     method = recipe.read("digits/fedavg").method
     weights = [
-        fv.run(digits, method, rounds=1, cohort=10, engine=Local(stack=n, workers=w)).weights
+        fv.run(digits, method, rounds=1, cohort=10, engine=LocalEngine(stack=n, workers=w)).weights
         for n, w in ((1, 1), (10, 1), (5, 2))
     ]
     for other in weights[1:]:

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import fedveil as fv
-from codec_tools import crowd_of, digits, image_task
+from codec_tools import digits, image_task, stack_of
 from fedveil.codecs.raw import Update
 from fedveil.core import message
 from fedveil.core.clients import Clients, Letter, Reply
 from fedveil.core.message import Envelope, frame, pack
 from fedveil.data import from_tensors
-from fedveil.engines import Local as Engine
+from fedveil.engines import LocalEngine as Engine
 from fedveil.gpu.graphs import Loop
 from fedveil.links.down import Train
 from fedveil.methods.scaffold import Control, TrainControlled
@@ -27,21 +27,21 @@ from fedveil.runs.cost import cost
 from methods.surrogates.test_capture import Watch
 from toys import Tamper, linear_task
 
-LOCAL = fv.Local(lr=0.3, steps=4, batch=3, weight_decay=0.1)
+LOCAL = fv.LocalTraining(lr=0.3, steps=4, batch=3, weight_decay=0.1)
 PRIVACY = DpSgd(noise=1.5, clip=0.7, delta=1e-3)
 CODECS = {
     "raw": fv.Raw(),
     "half": fv.Half(),
     "qsgd": fv.Qsgd(),
-    "fedage": fv.FedAge(block=4, width=0),
-    "tofu": fv.Tofu(points=2, steps=3),
-    "fedsynth": fv.FedSynth(batches=1, batch=2, epochs=1, fits=3, best=False),
-    "tiers": fv.Tiers(*(fv.FedSynth(batches=b, batch=2, epochs=1, fits=2, best=False) for b in (2, 1))),
+    "fedage": fv.FedAgeCodec(block=4, width=0),
+    "tofu": fv.TofuCodec(points=2, steps=3),
+    "fedsynth": fv.FedSynthCodec(batches=1, batch=2, epochs=1, fits=3, best=False),
+    "tiers": fv.Tiers(*(fv.FedSynthCodec(batches=b, batch=2, epochs=1, fits=2, best=False) for b in (2, 1))),
     "zstd": fv.Zstd(),
 }
 
 
-PUBLIC = ("split.most=144", "method.privacy.delta=1e-3")
+PUBLIC = ("split.max_records=144", "method.privacy.delta=1e-3")
 
 
 def uneven(seed: int, sizes=(6, 3, 5, 4)) -> fv.Task:
@@ -50,7 +50,7 @@ def uneven(seed: int, sizes=(6, 3, 5, 4)) -> fv.Task:
     x = torch.randn(sum(sizes), 3, generator=draw)
     data = from_tensors(x, (x[:, 0] > 0).long(), x, (x[:, 0] > 0).long(), classes=2)
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    split = dataclasses.replace(fv.Split(np.arange(len(x)), starts, "by hand"), most=6)
+    split = dataclasses.replace(fv.Split(np.arange(len(x)), starts, "by hand"), max_records=6)
     model = nn.Linear(3, 2)
     with torch.no_grad():
         model.weight.copy_(torch.arange(6.0).view(2, 3) / 10)
@@ -79,9 +79,9 @@ def by_hand(task, client, secret, steps, local=LOCAL, pull=0.0, start=None, push
 def test_private_training_is_dp_sgd_and_what_looks_at_weights_only_comes_after_the_noise(pull):
     task = uneven(0)
     method = fv.FedProx(LOCAL, mu=pull, privacy=PRIVACY) if pull else fv.FedAvg(LOCAL, privacy=PRIVACY)
-    crowd = crowd_of(task, 0, 1, 2, 3)
-    found = method.update(crowd, task.initial)
-    for k, secret in enumerate(crowd.secrets("gradients")):
+    stack = stack_of(task, 0, 1, 2, 3)
+    found = method.update(stack, task.initial)
+    for k, secret in enumerate(stack.secrets("gradients")):
         expected = by_hand(task, k, secret.child(0), 4, pull=pull) - task.initial
         torch.testing.assert_close(found[k], expected, atol=1e-5, rtol=1e-4)
 
@@ -90,14 +90,14 @@ def test_scaffold_corrects_after_the_noise_and_makes_its_control_variates_of_pri
     task, method = uneven(0), fv.Scaffold(LOCAL, privacy=PRIVACY)
     w, c = task.initial + 0.1, torch.linspace(-0.2, 0.2, 8)
     own = [torch.full((8,), 0.1 * k) for k in range(4)]
-    crowd = crowd_of(task, 0, 1, 2, 3)
-    crowd.memory[:] = [Control(each) for each in own]
-    answers = method.train(crowd, TrainControlled(w, c))
-    for k, secret in enumerate(crowd.secrets("gradients")):
+    stack = stack_of(task, 0, 1, 2, 3)
+    stack.memory[:] = [Control(each) for each in own]
+    answers = method.train(stack, TrainControlled(w, c))
+    for k, secret in enumerate(stack.secrets("gradients")):
         trained = by_hand(task, k, secret.child(0), 4, start=w, push=c - own[k])
         torch.testing.assert_close(answers[k].update, trained - w, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(answers[k].control, (w - trained) / (4 * LOCAL.lr) - c, atol=1e-4, rtol=1e-4)
-    assert crowd.charged == 1
+    assert stack.charged == 1
 
 
 def test_scaffold_charges_what_fedavg_does_and_ends_within_its_budget():
@@ -116,38 +116,38 @@ def test_noise_that_is_too_much_to_hold_is_drawn_in_pieces(monkeypatch):
     task, pieces = uneven(0), []
     true = DpSgd.gradients
 
-    def watched(self, crowd, weights, batch, given):
+    def watched(self, stack, weights, batch, given):
         pieces.extend((steps, tuple(secret.key for secret in secrets)) for steps, secrets in given)
-        return true(self, crowd, weights, batch, given)
+        return true(self, stack, weights, batch, given)
 
     monkeypatch.setattr(dpsgd, "NOISE", 3 * 8)
     monkeypatch.setattr(DpSgd, "gradients", watched)
     method = fv.FedAvg(dataclasses.replace(LOCAL, steps=8), privacy=PRIVACY)
-    together = method.update(crowd_of(task, 0, 1, 2, 3), task.initial)
+    together = method.update(stack_of(task, 0, 1, 2, 3), task.initial)
     assert [steps for steps, _ in pieces] == [3, 3, 2]
     assert len({key for _, keys in pieces for key in keys}) == 12  # no noise twice
-    alone = method.update(crowd_of(task, 2), task.initial)
+    alone = method.update(stack_of(task, 2), task.initial)
     torch.testing.assert_close(alone[0], together[2], atol=1e-5, rtol=1e-4)
 
 
 def test_the_number_of_steps_is_public():
     task = uneven(0)
-    assert fv.Local(epochs=2, batch=4).private_steps(task.largest) == 4
-    assert fv.Local(steps=7, epochs=2, batch=4).private_steps(task.largest) == 7
+    assert fv.LocalTraining(epochs=2, batch=4).private_steps(task.largest) == 4
+    assert fv.LocalTraining(steps=7, epochs=2, batch=4).private_steps(task.largest) == 7
 
 
 def test_fedsgd_noises_the_sum_of_all_records_once_and_divides_by_the_most_there_may_be():
     task = uneven(0)
-    method, crowd = fv.FedSGD(privacy=PRIVACY), crowd_of(task, 0, 1)
-    found = method.update(crowd, task.initial)
-    for k, secret in enumerate(crowd.secrets("gradients")):
+    method, stack = fv.FedSGD(privacy=PRIVACY), stack_of(task, 0, 1)
+    found = method.update(stack, task.initial)
+    for k, secret in enumerate(stack.secrets("gradients")):
         rows = task.clients[k]
         total = clipped_sum(
             task, task.initial[None], task.x[rows][None], task.y[rows][None], torch.ones(1, len(rows)), 0.7
         )[0]
         noise = normal(secret.child("noise"), 8) * (1.5 * 0.7)
         torch.testing.assert_close(found[k], -((total + noise) / 6).float())
-    assert method.price(task).answer == Noised(1.5, 1.0, 1)
+    assert method.client_cost(task).answer == Noised(1.5, 1.0, 1)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
@@ -163,7 +163,7 @@ def test_no_step_of_private_training_needs_the_host(monkeypatch, optimizer):
 
     monkeypatch.setattr(Loop, "run", run)
     local = dataclasses.replace(LOCAL, optimizer=optimizer)
-    fv.FedProx(local, privacy=PRIVACY).update(crowd_of(uneven(0), 0, 1), uneven(0).initial)
+    fv.FedProx(local, privacy=PRIVACY).update(stack_of(uneven(0), 0, 1), uneven(0).initial)
     assert len(watched) == 4
     assert all(seen == watched[0] for seen in watched)
 
@@ -225,8 +225,8 @@ def test_a_secure_sum_is_that_of_the_private_updates():
     seen = []
 
     class Watched(fv.FedAvg):
-        def update(self, crowd, w):
-            seen.append(super().update(crowd, w))
+        def update(self, stack, w):
+            seen.append(super().update(stack, w))
             return seen[-1]
 
     summed = fv.run(task, Watched(**vars(method)), **same)
@@ -242,8 +242,8 @@ def test_a_secure_sum_is_that_of_the_private_updates():
 def test_training_is_charged_once_whatever_else_is_asked(secure, name):
     task = uneven(0)
     method = fv.FedAvg(LOCAL, up=CODECS[name], privacy=PRIVACY, secure=secure)
-    federation = fv.Federation(task, method, Engine(), fv.Sampling(size=4), fv.Seed.root(0))
-    federation.step(method.begin(task), 1, 1)
+    federation = fv.Federation(task, method, Engine(), fv.CohortSampler(size=4), fv.Seed.root(0))
+    federation.step(method.init_state(task), 1, 1)
     assert [federation.clients.memory.spent(k).total() for k in range(4)] == [1, 1, 1, 1]
 
 
@@ -306,17 +306,17 @@ def test_how_many_records_were_drawn_is_in_no_figure():
 @pytest.mark.parametrize(
     ("up", "fix"),
     [
-        (fv.FedSynth(), "set its best=false"),
-        (fv.FedSynth(objective="kl", best=False), 'set its objective="l2" and best=false'),
-        (fv.FedSynth(objective="data"), 'set its objective="l2" and best=false'),
-        (fv.Zstd(inner=fv.FedSynth()), "set its best=false"),
-        (fv.Tiers(fv.FedSynth(best=False), fv.FedSynth()), "set its best=false"),
+        (fv.FedSynthCodec(), "set its best=false"),
+        (fv.FedSynthCodec(objective="kl", best=False), 'set its objective="l2" and best=false'),
+        (fv.FedSynthCodec(objective="data"), 'set its objective="l2" and best=false'),
+        (fv.Zstd(inner=fv.FedSynthCodec()), "set its best=false"),
+        (fv.Tiers(fv.FedSynthCodec(best=False), fv.FedSynthCodec()), "set its best=false"),
     ],
 )
 def test_a_codec_that_looks_at_the_records_again_is_refused(up, fix):
     for how in ({"privacy": PRIVACY}, {"user_privacy": fv.UserLevel(delta=0.1, where="client")}):
         with pytest.raises(ValueError, match="looks at a client's records again when it encodes.*" + fix):
-            fv.FedAvg(up=up, **how).begin(image_task())
+            fv.FedAvg(up=up, **how).init_state(image_task())
 
 
 def test_a_delta_or_a_budget_that_promises_nothing_is_refused():
@@ -339,8 +339,8 @@ def test_asked_in_the_clear_a_client_under_a_secure_sum_does_not_train():
 def test_noise_is_as_large_as_it_says():
     """Of updates without any signal: deviation lr σ C √steps / batch."""
     task = linear_task(clients=200, records=400)
-    local = fv.Local(lr=1e-3, steps=4, batch=1)
+    local = fv.LocalTraining(lr=1e-3, steps=4, batch=1)
     w = task.initial
-    found = fv.FedAvg(local, privacy=DpSgd(noise=50.0, clip=2.0)).update(crowd_of(task, *range(200)), w)
+    found = fv.FedAvg(local, privacy=DpSgd(noise=50.0, clip=2.0)).update(stack_of(task, *range(200)), w)
     expected = 1e-3 * 50.0 * 2.0 * math.sqrt(4)
     assert float(found.std()) == pytest.approx(expected, rel=5 / math.sqrt(2 * found.numel()))

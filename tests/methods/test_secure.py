@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fedveil as fv
-from codec_tools import crowd_of, digits
+from codec_tools import digits, stack_of
 from fedveil.attacks.differential import expose, overheard
 from fedveil.core.clients import Clients, Letter
 from fedveil.core.message import Envelope, Refused, pack
@@ -15,12 +15,12 @@ from fedveil.privacy import SecureSum
 from fedveil.runs import recipe
 from fedveil.runs.cost import cost
 
-LOCAL = fv.Local(lr=0.3, epochs=1, batch=20)
-AGE = fv.FedAge(block=16, cohort=5, width=0)
+LOCAL = fv.LocalTraining(lr=0.3, epochs=1, batch=20)
+AGE = fv.FedAgeCodec(block=16, cohort=5, width=0)
 
 
 def ran(method, rounds=2, **sampling):
-    return fv.run(digits(), method, rounds=rounds, cohort=fv.Sampling(**{"size": 5} | sampling))
+    return fv.run(digits(), method, rounds=rounds, cohort=fv.CohortSampler(**{"size": 5} | sampling))
 
 
 def names(result):
@@ -47,13 +47,13 @@ def test_drop_outs_after_masking_are_in_the_sum_and_others_are_not():
 
 
 def test_full_rounds_of_a_codec_that_does_not_sum_are_summed_securely():
-    up = fv.Tofu(points=4, steps=5)
-    method = fv.TofuAvg(LOCAL, up, full_rounds=1, secure=SecureSum())
+    up = fv.TofuCodec(points=4, steps=5)
+    method = fv.Tofu(LOCAL, up, full_rounds=1, secure=SecureSum())
     assert names(ran(method)) == [[], STAGES]
 
 
 def test_codes_are_summed_and_only_their_mean_is_decoded():
-    plain, secure = (ran(fv.FedAgeAvg(LOCAL, AGE, secure=how), 1) for how in (None, SecureSum()))
+    plain, secure = (ran(fv.FedAge(LOCAL, AGE, secure=how), 1) for how in (None, SecureSum()))
     assert names(secure) == [STAGES]
     assert float((plain.weights - secure.weights).abs().max()) < 1e-3
     assert torch.cosine_similarity(plain.weights, secure.weights, 0) > 0.99999
@@ -62,10 +62,13 @@ def test_codes_are_summed_and_only_their_mean_is_decoded():
 @pytest.mark.parametrize(
     ("method", "told"),
     [
-        (fv.TofuAvg(LOCAL, secure=SecureSum()), "secure sum of Proxies means nothing"),
+        (fv.Tofu(LOCAL, secure=SecureSum()), "secure sum of Proxies means nothing"),
         (fv.FedAvg(LOCAL, fv.Qsgd(), secure=SecureSum()), "secure sum of Quantised means nothing"),
-        (fv.FedAvg(LOCAL, merge=fv.Merge("median"), secure=SecureSum()), "merge.kind is 'median'"),
-        (fv.TofuAvg(LOCAL, merge=fv.Merge("krum"), full_rounds=1, secure=SecureSum()), "merge.kind is 'krum'"),
+        (fv.FedAvg(LOCAL, aggregator=fv.Aggregator("median"), secure=SecureSum()), "aggregator.kind is 'median'"),
+        (
+            fv.Tofu(LOCAL, aggregator=fv.Aggregator("krum"), full_rounds=1, secure=SecureSum()),
+            "aggregator.kind is 'krum'",
+        ),
     ],
     ids=["tofu", "qsgd", "median", "krum"],
 )
@@ -76,7 +79,7 @@ def test_what_does_not_sum_is_said_before_the_run(method, told):
 
 def test_codes_and_full_updates_are_not_summed_in_one_run():
     with pytest.raises(ValueError, match="set full_rounds to 0"):
-        fv.FedAgeAvg(LOCAL, AGE, full_rounds=1, secure=SecureSum())
+        fv.FedAge(LOCAL, AGE, full_rounds=1, secure=SecureSum())
 
 
 @pytest.mark.parametrize("kind", [Train, TrainFull], ids=lambda kind: kind.__name__)
@@ -99,10 +102,10 @@ def test_the_cost_is_known_with_its_protocol(changes):
 
 def test_attacks_that_succeed_on_codes_fail_on_what_a_secure_sum_shows():
     task, seed = digits(), fv.Seed.root(3)
-    crowd, method = crowd_of(task, 0, 1, 2, 3, 4), fv.FedAgeAvg(LOCAL, AGE, secure=SecureSum())
-    updates, round_ = method.update(crowd, task.initial), seed.child("round", 1)
-    plan = fv.Sampling(size=len(task.clients))
-    heard = overheard(task, method, plan, seed, method.begin(task), 1)
+    stack, method = stack_of(task, 0, 1, 2, 3, 4), fv.FedAge(LOCAL, AGE, secure=SecureSum())
+    updates, round_ = method.update(stack, task.initial), seed.child("round", 1)
+    plan = fv.CohortSampler(size=len(task.clients))
+    heard = overheard(task, method, plan, seed, method.init_state(task), 1)
     shown = expose(task, AGE, updates, round_)
     hidden = expose(task, AGE, updates, round_, seen=[heard[k] for k in range(5)])
     for name in ("direct", "differential", "own"):

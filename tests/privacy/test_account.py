@@ -8,15 +8,15 @@ import fedveil as fv
 from fedveil.core.clients import Clients, Letter, Memory, Unanswered
 from fedveil.core.ledger import Ledger, Row
 from fedveil.core.message import Envelope, pack
-from fedveil.engines import Local as Engine
+from fedveil.engines import LocalEngine as Engine
 from fedveil.engines import kept
-from fedveil.links.down import Held, Train
+from fedveil.links.down import ClientMemory, Train
 from fedveil.privacy.account import Account, Tally
 from fedveil.privacy.accountant import Noised, epsilon
 from fedveil.runs.folder import RunError, RunFolder
 from toys import Tamper, linear_task
 
-LOCAL = fv.Local(lr=0.1, steps=3, batch=2)
+LOCAL = fv.LocalTraining(lr=0.1, steps=3, batch=2)
 STEPS = Noised(1.0, 2 / 6, 3)  # of one answer, of clients of 6 records
 ASKED = '{"cohort":[0,1,2,3],"price":["noised",1.0,0.3333333333333333,3]}\n'  # a line of asked.jsonl
 
@@ -33,8 +33,8 @@ def cost(answers: int) -> float:
 
 
 def test_what_was_spent_stays_while_the_memory_of_a_round_is_replaced():
-    memory, first, again = Memory(), Held(1), Held(2)
-    price = private().price(linear_task())
+    memory, first, again = Memory(), ClientMemory(1), ClientMemory(2)
+    price = private().client_cost(linear_task())
     memory.charge(3, bytes(8), price)
     for record in (first, again):
         memory.keep(3, 1, 0, record)
@@ -71,9 +71,9 @@ def test_a_question_that_is_asked_again_is_charged_again_and_refused_over_budget
 class Broken(fv.FedAvg):
     """Training fails, and its words quote records."""
 
-    def update(self, crowd, w):
-        SEEN.append(dict(CLIENTS[0].memory.spent(crowd.clients[0])))
-        raise RuntimeError(f"a record is {float(crowd.task.x[0, 0])}")
+    def update(self, stack, w):
+        SEEN.append(dict(CLIENTS[0].memory.spent(stack.clients[0])))
+        raise RuntimeError(f"a record is {float(stack.task.x[0, 0])}")
 
 
 SEEN: list[dict] = []
@@ -97,8 +97,8 @@ def test_a_refusal_of_its_own_answer_tells_no_value(caplog):
     """FedLAP-DP with weights × 100 once answered "images reaches from -5657.06 to 7754.15", at no cost, without end."""
 
     class Wild(fv.FedAvg):
-        def update(self, crowd, w):
-            return super().update(crowd, w) + 1e7
+        def update(self, stack, w):
+            return super().update(stack, w) + 1e7
 
     method = Wild(LOCAL, privacy=fv.DpSgd(delta=1e-3, budget=cost(2) * 1.001))
     clients = Clients(method, linear_task(), bytes(8), fv.Seed.root(0))
@@ -126,14 +126,14 @@ def test_a_stack_that_is_halved_is_charged_once():
     """One delivery is one charge, however often its stack is cut down to the client that fails."""
 
     class Failing(fv.FedAvg):
-        def update(self, crowd, w):
-            if 2 in crowd.clients:
+        def update(self, stack, w):
+            if 2 in stack.clients:
                 raise RuntimeError("out of luck")
-            return super().update(crowd, w)
+            return super().update(stack, w)
 
     task, method = linear_task(), Failing(LOCAL, privacy=fv.DpSgd(delta=1e-3))
-    federation = fv.Federation(task, method, Engine(workers=1), fv.Sampling(size=4), fv.Seed.root(0))
-    state = method.begin(task)
+    federation = fv.Federation(task, method, Engine(workers=1), fv.CohortSampler(size=4), fv.Seed.root(0))
+    state = method.init_state(task)
     for times in (1, 2):
         state, row = federation.step(state, times, 9)
         assert list(row.missing) == ["2"]
@@ -141,8 +141,8 @@ def test_a_stack_that_is_halved_is_charged_once():
 
 
 def test_answers_of_different_prices_and_runs_are_composed():
-    memory, more = Memory(), fv.FedAvg(LOCAL, privacy=fv.DpSgd(noise=2.0, delta=1e-3)).price(linear_task())
-    price = private().price(linear_task())
+    memory, more = Memory(), fv.FedAvg(LOCAL, privacy=fv.DpSgd(noise=2.0, delta=1e-3)).client_cost(linear_task())
+    price = private().client_cost(linear_task())
     memory.charge(0, b"one run.", price)
     memory.charge(0, b"another.", price)
     memory.charge(0, b"another.", more)
@@ -201,7 +201,7 @@ def test_a_round_is_charged_that_nobody_answered_or_that_a_kill_cut_off(tmp_path
         return replies if round_ > 1 else []
 
     where = {"folder": tmp_path} if folder else {}
-    quorum = fv.Sampling(size=4, quorum=4)
+    quorum = fv.CohortSampler(size=4, quorum=4)
     if folder:
         with pytest.raises(KeyboardInterrupt):
             fv.run(linear_task(), private(), rounds=3, cohort=quorum, engine=Tamper(lose), **where)
@@ -289,7 +289,7 @@ def test_a_budget_is_that_of_the_client_and_not_of_a_run(tmp_path):
 
 def test_a_deployed_clients_charge_is_on_its_disk_before_it_looks_at_records(tmp_path):
     class Looking(fv.FedAvg):
-        def update(self, crowd, w):
+        def update(self, stack, w):
             found.append((tmp_path / "account-2.fv").read_bytes())
             raise MemoryError("killed")
 
@@ -339,7 +339,7 @@ def test_a_damaged_account_is_refused_and_not_begun_anew(tmp_path):
 
 def test_a_folder_with_hidden_cohorts_is_its_owners(tmp_path):
     users = fv.UserLevel(noise=1.0, delta=1e-2, relation="zero-out")
-    for name, plan in (("hidden", fv.Sampling(size=2, kind="poisson")), ("public", fv.Sampling(size=2))):
+    for name, plan in (("hidden", fv.CohortSampler(size=2, kind="poisson")), ("public", fv.CohortSampler(size=2))):
         fv.run(linear_task(), fv.FedAvg(LOCAL, user_privacy=users), rounds=1, cohort=plan, folder=tmp_path / name)
     assert (tmp_path / "hidden").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "public").stat().st_mode & 0o077

@@ -19,9 +19,9 @@ from shell import fv as shell
 from shell import good
 from toys import linear_task
 
-LOCAL = fv.Local(lr=0.1, steps=3, batch=6)  # of 6 records: each is in every batch
-ALL = fv.Sampling(size=4)
-POISSON = fv.Sampling(size=2, kind="poisson")
+LOCAL = fv.LocalTraining(lr=0.1, steps=3, batch=6)  # of 6 records: each is in every batch
+ALL = fv.CohortSampler(size=4)
+POISSON = fv.CohortSampler(size=2, kind="poisson")
 RECORDS = fv.FedAvg(LOCAL, privacy=fv.DpSgd(noise="auto", delta=1e-3, budget=2.0))
 USERS = fv.FedAvg(LOCAL, user_privacy=fv.UserLevel(noise="auto", delta=1e-3, budget=2.0))
 
@@ -43,7 +43,7 @@ def records(**changes) -> fv.FedAvg:
         (RECORDS, ALL),
         (records(accountant="pld"), ALL),
         (records(mechanism="skellam"), ALL),
-        (dataclasses.replace(RECORDS, local=fv.Local(lr=0.1, steps=3, batch=2)), ALL),
+        (dataclasses.replace(RECORDS, local=fv.LocalTraining(lr=0.1, steps=3, batch=2)), ALL),
         (USERS, ALL),
         (users(where="client", relation="zero-out"), ALL),
         (users(relation="zero-out"), POISSON),

@@ -29,15 +29,15 @@ BUDGETS = [epsilon([Noised(1.0, 2 / 6, n)], 1e-3) * 1.0001 for n in (1, 2, 4)]
 class Fickle(fv.FedAvg):
     """Training that fails, or gives what no answer may hold, when the question's first weight says so."""
 
-    def update(self, crowd, w):
+    def update(self, stack, w):
         if float(w[0]) == 7:
             raise MemoryError("out of memory")
         change = torch.full_like(w, 1e9 if float(w[0]) == 8 else 0.0)
-        return super().update(crowd, w) + change
+        return super().update(stack, w) + change
 
 
 def method(budget: float) -> fv.FedAvg:
-    return Fickle(fv.Local(lr=0.1, steps=1, batch=2), privacy=fv.DpSgd(delta=1e-3, budget=budget))
+    return Fickle(fv.LocalTraining(lr=0.1, steps=1, batch=2), privacy=fv.DpSgd(delta=1e-3, budget=budget))
 
 
 # (run, round, serial, what is asked), or a restart of the client's process

@@ -21,9 +21,9 @@ NUMBERS = st.floats(width=32, allow_nan=True, allow_infinity=True, allow_subnorm
 GRADIENTS = st.lists(st.lists(NUMBERS, min_size=4, max_size=4), min_size=1, max_size=6)
 
 
-def crowd_of(task, clients=(0, 1, 2, 3)) -> fv.Crowd:
+def stack_of(task, clients=(0, 1, 2, 3)) -> fv.ClientStack:
     blank = [None] * len(clients)
-    return fv.Crowd(task, clients, 1, fv.Seed.root(0), fv.Seed.root(9), blank, [{} for _ in clients])
+    return fv.ClientStack(task, clients, 1, fv.Seed.root(0), fv.Seed.root(9), blank, [{} for _ in clients])
 
 
 # ---------------------------------------------------------------------------------------------------- clipping
@@ -166,7 +166,7 @@ def test_a_private_gradient_has_the_noise_once_over_the_expected_batch():
     how = DpSgd(noise=3.0, clip=0.5)
     w = task.initial[None]
     steps, batch = 5000, 6
-    gradient = how.gradients(crowd_of(task, (0,)), w, batch, [(steps, [ROOT.child("one")])])
+    gradient = how.gradients(stack_of(task, (0,)), w, batch, [(steps, [ROOT.child("one")])])
     found = torch.stack([gradient()[0] for _ in range(steps)])  # [steps, 8]
     assert how.rate(task, batch) == 0.25
     mean = by_hand(task, task.initial, range(24), 0.5) * 0.25 / batch
@@ -183,8 +183,8 @@ def test_an_empty_batch_is_noise_and_no_less():
     rare = next(
         s for s in map(ROOT.child, range(10**6)) if not len(poisson(s.child("draw"), task.clients[0], 1 / 24, 1)[0])
     )
-    crowd = crowd_of(task, (0,))
-    found = how.gradients(crowd, task.initial[None], 1, [(1, [rare])])()
+    stack = stack_of(task, (0,))
+    found = how.gradients(stack, task.initial[None], 1, [(1, [rare])])()
     expected = 2.0 * normal(rare.child("noise"), 8).float()
     assert torch.allclose(found[0], expected)
 
@@ -193,14 +193,14 @@ def test_an_empty_batch_is_noise_and_no_less():
 def test_clients_have_noise_of_their_own_whatever_the_stack(ahead, monkeypatch):
     monkeypatch.setitem(dpsgd.AHEAD, "cpu", ahead)
     task, how = linear_task(), DpSgd()
-    crowd = crowd_of(task)
-    secrets = crowd.secrets("gradients")
+    stack = stack_of(task)
+    secrets = stack.secrets("gradients")
     w = task.initial.expand(4, -1)
-    draw = how.gradients(crowd, w, 3, [(2, secrets)])
+    draw = how.gradients(stack, w, 3, [(2, secrets)])
     together = torch.stack([draw(), draw()])
     assert len(together.flatten(0, 1).unique(dim=0)) == 8
     for k in range(4):
-        alone = how.gradients(crowd_of(task, (k,)), w[k : k + 1], 3, [(2, secrets[k : k + 1])])
+        alone = how.gradients(stack_of(task, (k,)), w[k : k + 1], 3, [(2, secrets[k : k + 1])])
         assert torch.allclose(torch.stack([alone()[0], alone()[0]]), together[:, k], atol=1e-5)
 
 
@@ -209,9 +209,9 @@ def test_pieces_are_what_each_is_alone_and_their_noise_serves_once():
     pieces = [(steps, [ROOT.child(steps, k) for k in range(2)]) for steps in (3, 1, 2)]
     expected = []
     for steps, secrets in pieces:
-        alone = how.gradients(crowd_of(task, (0, 1)), w, 3, [(steps, secrets)])
+        alone = how.gradients(stack_of(task, (0, 1)), w, 3, [(steps, secrets)])
         expected.append(torch.stack([alone() for _ in range(steps)]))
-    draw = how.gradients(crowd_of(task, (0, 1)), w, 3, pieces)
+    draw = how.gradients(stack_of(task, (0, 1)), w, 3, pieces)
     assert torch.allclose(draw(), expected[0][0], atol=1e-6)
     draw.begin(0)  # stays
     assert torch.allclose(draw(), expected[0][1], atol=1e-6)
@@ -249,20 +249,20 @@ def test_with_a_grid_clipped_gradients_are_whole_and_no_longer_than_the_clip():
 def test_skellam_noise_is_whole_and_the_gradients_are_those_of_gaussian_noise_but_for_it():
     task = linear_task(clients=1, records=24)
     how = DpSgd(noise=3.0, clip=0.5, mechanism="skellam")
-    steps, batch, crowd = 2000, 6, crowd_of(task, (0,))
+    steps, batch, stack = 2000, 6, stack_of(task, (0,))
     secret = [ROOT.child("one")]
-    gradient = how.gradients(crowd, task.initial[None], batch, [(steps, secret)])
+    gradient = how.gradients(stack, task.initial[None], batch, [(steps, secret)])
     assert torch.equal(gradient._noise, gradient._noise.trunc())
     deviation = 3 * GRID
     assert float(gradient._noise.std()) == pytest.approx(deviation, rel=5 / math.sqrt(2 * 8 * steps))
     silent, other = (
-        dataclasses.replace(how, noise=1e-9, mechanism=kind).gradients(crowd, task.initial[None], batch, [(9, secret)])
+        dataclasses.replace(how, noise=1e-9, mechanism=kind).gradients(stack, task.initial[None], batch, [(9, secret)])
         for kind in ("skellam", "gaussian")
     )
     for _ in range(9):
         assert torch.allclose(silent(), other(), atol=1e-7)
-    first = how.gradients(crowd, task.initial[None], batch, [(9, secret)])
-    plain = dataclasses.replace(how, noise=1e-9).gradients(crowd, task.initial[None], batch, [(9, secret)])
+    first = how.gradients(stack, task.initial[None], batch, [(9, secret)])
+    plain = dataclasses.replace(how, noise=1e-9).gradients(stack, task.initial[None], batch, [(9, secret)])
     added = first._noise[0] * (0.5 / GRID / batch)
     assert torch.allclose(first(), plain() + added.float(), atol=1e-6)
 
@@ -280,7 +280,7 @@ def test_skellam_noise_costs_what_gaussian_noise_costs_and_its_accountant_is_rdp
 
 def test_a_run_with_skellam_noise():
     how = DpSgd(noise=1.0, delta=1e-3, mechanism="skellam")
-    method = fv.FedAvg(fv.Local(lr=0.1, steps=3, batch=3), privacy=how)
+    method = fv.FedAvg(fv.LocalTraining(lr=0.1, steps=3, batch=3), privacy=how)
     result = fv.run(linear_task(), method, rounds=2, cohort=4)
     assert not any(row.missing for row in result.ledger.rows)
     expected = epsilon([Noised(1.0, 0.5, 6)], 1e-3)
@@ -312,4 +312,4 @@ def test_a_delta_that_lets_a_record_be_published_is_refused():
     with pytest.raises(ValueError, match=r"privacy.delta is 0.5, but a client may hold 6 records; set it below 0.17"):
         DpSgd(delta=0.5).account(linear_task(), 3, 1)
     with pytest.raises(ValueError, match=r"privacy\.budget is 0\.1, but one answer already costs \d+"):
-        DpSgd(delta=1e-3, budget=0.1).account(linear_task(), 6, 5).refuse()
+        DpSgd(delta=1e-3, budget=0.1).account(linear_task(), 6, 5).validate()

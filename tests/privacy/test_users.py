@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedveil as fv
-from codec_tools import crowd_of
+from codec_tools import stack_of
 from fedveil.core.federation import private_root
-from fedveil.engines import Local as Engine
+from fedveil.engines import LocalEngine as Engine
 from fedveil.privacy import skellam
 from fedveil.privacy.account import Tally
 from fedveil.privacy.accountant import Noised, Skellam, epsilon
@@ -21,13 +21,13 @@ from fedveil.runs import recipe
 from fedveil.runs.cost import cost
 from toys import linear_task
 
-LOCAL = fv.Local(lr=0.5, batch=3)
+LOCAL = fv.LocalTraining(lr=0.5, batch=3)
 SUM = UserLevel(noise=1.5, clip=0.2, delta=1e-2)
 ZERO = dataclasses.replace(SUM, relation="zero-out")
 CLIENT = dataclasses.replace(SUM, where="client")
 ROOT = fv.Seed.root(4)
 NUMBERS = st.floats(width=32, allow_nan=True, allow_infinity=True)
-POISSON = fv.Sampling(size=2, kind="poisson")
+POISSON = fv.CohortSampler(size=2, kind="poisson")
 
 
 def cut(updates: torch.Tensor, clip: float) -> torch.Tensor:
@@ -53,12 +53,16 @@ def test_the_server_cuts_sums_noises_and_divides_by_the_public_number():
     """Unweighted, and by how many a round is meant to have even if fewer answer."""
     task = linear_task(uneven=True)
     result = fv.run(
-        task, fv.FedAvg(LOCAL, user_privacy=SUM), rounds=1, cohort=fv.Sampling(size=3, drop=0.5), insecure_test_noise=5
+        task,
+        fv.FedAvg(LOCAL, user_privacy=SUM),
+        rounds=1,
+        cohort=fv.CohortSampler(size=3, drop=0.5),
+        insecure_test_noise=5,
     )
     (row,) = result.ledger.rows
     came = [k for k in row.cohort if str(k) not in row.missing]
     assert 0 < len(came) < 3
-    updates = LOCAL.train(crowd_of(task, *came), task.initial)[0] - task.initial
+    updates = LOCAL.train(stack_of(task, *came), task.initial)[0] - task.initial
     noise = normal(private_root(5).child("server", 1, "noise"), 8).float() * (1.5 * 0.2)
     torch.testing.assert_close(result.weights, task.initial + (cut(updates, 0.2).sum(0) + noise) / 3)
 
@@ -72,10 +76,10 @@ def test_any_codec_that_is_decoded_alone_can_be_summed_so(more):
 
 @pytest.mark.parametrize("drop", [0.0, 0.999999])
 def test_a_round_in_which_nobody_is_drawn_or_answers_is_noised_and_charged_too(drop):
-    task, method, plan = linear_task(), fv.FedAvg(LOCAL, user_privacy=ZERO), fv.Sampling(1, "poisson", drop=drop)
+    task, method, plan = linear_task(), fv.FedAvg(LOCAL, user_privacy=ZERO), fv.CohortSampler(1, "poisson", drop=drop)
     tally = Tally(method.account(task, plan))
     federation = fv.Federation(task, method, Engine(), plan, ROOT, secret=private_root(5), tally=tally)
-    state, cohorts = method.begin(task), []
+    state, cohorts = method.init_state(task), []
     for number in range(1, 13):
         after, row = federation.step(state, number, 12)
         cohorts.append(len(row.cohort))
@@ -93,10 +97,10 @@ def test_a_round_in_which_nobody_is_drawn_or_answers_is_noised_and_charged_too(d
 
 
 def test_a_client_cuts_and_noises_its_update_before_it_is_encoded():
-    task, crowd = linear_task(), crowd_of(linear_task(), 0, 1)
+    task, stack = linear_task(), stack_of(linear_task(), 0, 1)
     updates = torch.stack([torch.arange(8.0), torch.ones(8) / 100])
-    found = CLIENT.noised(crowd, updates)
-    for k, secret in enumerate(crowd.secrets("user privacy")):
+    found = CLIENT.noised(stack, updates)
+    for k, secret in enumerate(stack.secrets("user privacy")):
         noise = normal(secret.child("noise"), 8).float() * (1.5 * 0.2)
         torch.testing.assert_close(found[k], cut(updates, 0.2)[k] + noise)
     result = fv.run(task, fv.FedAvg(LOCAL, up=fv.Half(), user_privacy=CLIENT), rounds=1, cohort=4)
@@ -114,7 +118,7 @@ def test_the_fewest_clients_that_a_secure_sum_accepts_have_all_of_the_noise_with
     monkeypatch.setattr(skellam, "draw", watched)
     how = fv.SecureSum(bits=20)
     private = dataclasses.replace(SUM, colluders=colluders)
-    result = fv.run(task, fv.FedAvg(fv.Local(lr=1e-9), user_privacy=private, secure=how), rounds=2, cohort=8)
+    result = fv.run(task, fv.FedAvg(fv.LocalTraining(lr=1e-9), user_privacy=private, secure=how), rounds=2, cohort=8)
     assert how.quorum(8) == 5
     assert {asking[1:] for asking in asked} == {((1.5 * (2**19 - 1)) ** 2 / (5 - colluders), 8)}
     assert len({key for key, *_ in asked}) == 16
@@ -127,8 +131,8 @@ def test_the_fewest_clients_that_a_secure_sum_accepts_have_all_of_the_noise_with
 def test_nothing_is_added_to_an_update_before_the_secure_sum_noises_it():
     task = linear_task()
     method = fv.FedAvg(LOCAL, user_privacy=SUM, secure=fv.SecureSum())
-    found = method.released(crowd_of(task, 0, 1, 2, 3), task.initial)
-    expected = LOCAL.train(crowd_of(task, 0, 1, 2, 3), task.initial)[0] - task.initial
+    found = method.released(stack_of(task, 0, 1, 2, 3), task.initial)
+    expected = LOCAL.train(stack_of(task, 0, 1, 2, 3), task.initial)[0] - task.initial
     torch.testing.assert_close(found, cut(expected, 0.2))
     assert method.summing.clip == 0.2
 
@@ -138,18 +142,18 @@ def test_a_secure_sum_of_private_updates_is_divided_by_the_public_number():
     task = linear_task(8, 48, uneven=True)
     quiet = dataclasses.replace(SUM, noise=1e-6)
     method = fv.FedAvg(LOCAL, user_privacy=quiet, secure=fv.SecureSum(bits=40))
-    result = fv.run(task, method, rounds=1, cohort=fv.Sampling(size=6, drop=0.06), seed=3)
+    result = fv.run(task, method, rounds=1, cohort=fv.CohortSampler(size=6, drop=0.06), seed=3)
     (row,) = result.ledger.rows
     assert row.missing
     left = [k for k in row.cohort if str(k) not in row.missing]
-    updates = LOCAL.train(crowd(task, left, 3), task.initial)[0] - task.initial
+    updates = LOCAL.train(stack(task, left, 3), task.initial)[0] - task.initial
     expected = task.initial + cut(updates, 0.2).sum(0) / 6
     torch.testing.assert_close(result.weights, expected, atol=1e-5, rtol=0)
 
 
-def crowd(task, clients, seed):
+def stack(task, clients, seed):
     """Of the first round of a run with this seed."""
-    return dataclasses.replace(crowd_of(task, *clients), seed=fv.Seed.root(seed).child("round", 1))
+    return dataclasses.replace(stack_of(task, *clients), seed=fv.Seed.root(seed).child("round", 1))
 
 
 # ---------------------------------------------------------------------------------------------------- what it costs
@@ -167,7 +171,7 @@ def test_what_a_round_costs(how, noise, rate, everyone):
     task, method = linear_task(), fv.FedAvg(user_privacy=how)
     drawn = method.account(task, POISSON)
     assert (drawn.answer, drawn.everyone) == (Noised(noise, rate, 1), everyone)
-    fixed = method.account(task, fv.Sampling(size=2))
+    fixed = method.account(task, fv.CohortSampler(size=2))
     assert (fixed.answer, fixed.everyone) == (Noised(noise, 1.0, 1), False)
     assert drawn.spent(7) == epsilon([Noised(noise, rate, 7)], 1e-2)
     assert (drawn.promise.relation, drawn.colluders) == (how.relation, None)
@@ -179,7 +183,7 @@ def test_what_a_round_of_a_secure_sum_costs(relation, apart):
     how = dataclasses.replace(SUM, relation=relation, colluders=1)
     method = fv.FedAvg(user_privacy=how, secure=fv.SecureSum(bits=10))
     r = math.sqrt(511**2 + 8 / 4 + 511 + math.sqrt(8) / 2)
-    for cohort in (POISSON, fv.Sampling(size=4)):
+    for cohort in (POISSON, fv.CohortSampler(size=4)):
         found = method.account(linear_task(), cohort)
         assert (found.everyone, found.colluders) == (False, 1)
         assert found.answer.variance == (1.5 * 511) ** 2
@@ -193,7 +197,7 @@ def test_what_a_round_of_a_secure_sum_costs(relation, apart):
 @pytest.mark.parametrize("where", ["sum", "client"])
 def test_a_relation_means_the_same_wherever_noise_is_added(where, relation, golden):
     how = UserLevel(noise=2.0, delta=1e-3, where=where, relation=relation)
-    task, plan = linear_task(), fv.Sampling(size=4)
+    task, plan = linear_task(), fv.CohortSampler(size=4)
     clear = fv.FedAvg(user_privacy=how).account(task, plan)
     assert clear.spent(10) == pytest.approx(golden, abs=0.005)
     secure = fv.FedAvg(user_privacy=how, secure=fv.SecureSum()).account(task, plan)
@@ -216,8 +220,8 @@ def test_in_a_cohort_of_fixed_size_a_client_is_charged_for_the_rounds_it_is_in()
 @pytest.mark.parametrize("secure", [None, fv.SecureSum()])
 def test_clients_count_where_they_make_it_private_themselves(how, secure):
     task, method = linear_task(), fv.FedAvg(LOCAL, user_privacy=how, secure=secure)
-    federation = fv.Federation(task, method, Engine(), fv.Sampling(size=4), fv.Seed.root(0))
-    federation.step(method.begin(task), 1, 1)
+    federation = fv.Federation(task, method, Engine(), fv.CohortSampler(size=4), fv.Seed.root(0))
+    federation.step(method.init_state(task), 1, 1)
     own = 0 if how is SUM and not secure else 1
     assert [federation.clients.memory.spent(k).total() for k in range(4)] == [own] * 4
 
@@ -234,7 +238,7 @@ def test_cohorts_are_drawn_in_private_where_that_counts():
 
 def test_each_client_is_drawn_by_itself():
     task = linear_task(20, 40)
-    plan = fv.Sampling(size=5, kind="poisson")
+    plan = fv.CohortSampler(size=5, kind="poisson")
     draws = [plan.draw(task, ROOT.child(i)) for i in range(4000)]
     hits = torch.zeros(4000, 20)
     for i, drawn in enumerate(draws):
@@ -243,7 +247,7 @@ def test_each_client_is_drawn_by_itself():
     assert float(hits.sum(1).var()) == pytest.approx(20 * 0.25 * 0.75, rel=0.15)
     assert abs(float(torch.corrcoef(hits.T)[0, 1])) < 5 / math.sqrt(4000)
     assert plan.rate(task) == 0.25
-    assert fv.Sampling(size=5).rate(task) == fv.Sampling(size=50, kind="poisson").rate(task) == 1.0
+    assert fv.CohortSampler(size=5).rate(task) == fv.CohortSampler(size=50, kind="poisson").rate(task) == 1.0
 
 
 # ---------------------------------------------------------------------------------------------------- refusals
@@ -252,9 +256,9 @@ def test_each_client_is_drawn_by_itself():
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"up": fv.FedAge(block=4, width=0)}, "fedage's are summed in code; use another codec"),
-        ({"up": fv.Tofu(), "secure": fv.SecureSum(), "full_rounds": 1}, "tofu's messages are not summed securely"),
-        ({"merge": fv.Merge("median")}, "method.merge.kind is median, which bounds nobody's part"),
+        ({"up": fv.FedAgeCodec(block=4, width=0)}, "fedage's are summed in code; use another codec"),
+        ({"up": fv.TofuCodec(), "secure": fv.SecureSum(), "full_rounds": 1}, "tofu's messages are not summed securely"),
+        ({"aggregator": fv.Aggregator("median")}, "method.aggregator.kind is median, which bounds nobody's part"),
         ({"down": fv.Qsgd()}, "method.down is qsgd, which skips a round without anybody in step"),
     ],
 )
@@ -323,7 +327,7 @@ def test_too_coarse_a_fixed_point_is_refused_with_the_bits_that_suffice(noise, r
 
     def refused(bits, size):
         try:
-            how._refuse_coarse(how.step(bits, size), bits, size)
+            how._validate_precision(how.step(bits, size), bits, size)
         except ValueError as error:
             return str(error)
         return ""

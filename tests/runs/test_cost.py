@@ -8,9 +8,9 @@ import torch
 import fedveil as fv
 from fedveil.codecs.raw import Update
 from fedveil.core import message
-from fedveil.core.forecast import Turn, Work
+from fedveil.core.forecast import Compute, Turn
 from fedveil.core.message import Envelope
-from fedveil.engines import Local
+from fedveil.engines import LocalEngine
 from fedveil.runs import recipe
 from fedveil.runs.cost import cost
 from toys import Twice, linear_task
@@ -35,7 +35,7 @@ def digits() -> fv.Data:
 
 
 def spent(plan: fv.Recipe, task: fv.Task) -> fv.Ledger:
-    engine = Local(workers=1)
+    engine = LocalEngine(workers=1)
     ledger = fv.run(
         task, plan.method, rounds=plan.rounds, cohort=plan.cohort, seed=plan.seed, engine=engine, evaluate_every=99
     ).ledger
@@ -93,17 +93,19 @@ def test_catching_up_has_a_bound(digits: fv.Data) -> None:
 
 
 def test_a_method_of_ones_own_is_counted_by_its_questions() -> None:
-    task, plan = linear_task(), fv.Recipe(rounds=3, cohort=fv.Sampling(size=4), method=Twice())
+    task, plan = linear_task(), fv.Recipe(rounds=3, cohort=fv.CohortSampler(size=4), method=Twice())
     told, ledger = cost(task, plan), spent(plan, task)
     assert told["up"]["total"] == sum(row.bytes_up for row in ledger.rows)
     assert told["down"]["total"] == sum(row.bytes_down for row in ledger.rows)
 
 
-@pytest.mark.parametrize("inner", [fv.Qsgd(8), fv.FedSynth(batches=1, batch=2, epochs=1, fits=3)])
+@pytest.mark.parametrize("inner", [fv.Qsgd(8), fv.FedSynthCodec(batches=1, batch=2, epochs=1, fits=3)])
 def test_compressed_messages_are_bounded_from_above_and_closely(inner: fv.Codec) -> None:
     pytest.importorskip("zstandard")
     task = recipe.read("digits/fedavg").build()
-    plan = fv.Recipe(rounds=2, cohort=fv.Sampling(size=10), method=fv.FedAvg(up=fv.Zstd(inner), down=fv.Zstd(inner)))
+    plan = fv.Recipe(
+        rounds=2, cohort=fv.CohortSampler(size=10), method=fv.FedAvg(up=fv.Zstd(inner), down=fv.Zstd(inner))
+    )
     told, ledger = cost(task, plan), spent(plan, task)
     plain = cost(task, dataclasses.replace(plan, method=fv.FedAvg(up=inner, down=inner)))
     for way in ("up", "down"):
@@ -116,7 +118,7 @@ def test_compressed_messages_are_bounded_from_above_and_closely(inner: fv.Codec)
 
 
 def test_nobody_is_a_sentence() -> None:
-    plan = fv.Recipe(rounds=1, seed=3, cohort=fv.Sampling(size=1, kind="poisson"))
+    plan = fv.Recipe(rounds=1, seed=3, cohort=fv.CohortSampler(size=1, kind="poisson"))
     task = linear_task(40, 400)
     seed = next(s for s in range(50) if not plan.cohort.draw(task, fv.Seed.root(s).child("round", 1, "cohort")))
     with pytest.raises(ValueError, match=r"choose nobody in any round; raise cohort\.size"):
@@ -125,18 +127,23 @@ def test_nobody_is_a_sentence() -> None:
 
 def test_a_cohort_too_small_for_a_secure_sum_is_a_sentence() -> None:
     task, secure = linear_task(), fv.FedAvg(secure=fv.SecureSum())
-    with pytest.raises(ValueError, match="a round has 2 clients at most, and fedavg so set needs 3"):
-        cost(task, fv.Recipe(cohort=fv.Sampling(size=2), method=secure))
-    few = fv.Sampling(size=1, kind="poisson")
+    with pytest.raises(
+        ValueError, match="fedavg with these settings needs at least 3 clients per round, but a round has at most 2"
+    ):
+        cost(task, fv.Recipe(cohort=fv.CohortSampler(size=2), method=secure))
+    few = fv.CohortSampler(size=1, kind="poisson")
     seed = next(s for s in range(50) if len(few.draw(task, fv.Seed.root(s).child("round", 1, "cohort"))) == 1)
     with pytest.raises(ValueError, match=r"too few clients for a secure sum in every round; raise cohort\.size"):
         cost(task, fv.Recipe(rounds=1, seed=seed, cohort=few, method=secure))
 
 
 def test_the_memory_estimate_grows_with_what_is_held() -> None:
-    assert fv.Local(optimizer="adam", batch=8).work(100) == Work(100, 5, 8)
-    assert fv.FedSynth(batches=1, epochs=2).work().held < fv.FedSynth(batches=2, epochs=2).work().held
-    both = fv.FedAvg(up=fv.Tofu(points=4, steps=10)).work(Turn(0, 100, 1, 1, 0))
+    assert fv.LocalTraining(optimizer="adam", batch=8).forecast_compute(100) == Compute(100, 5, 8)
+    assert (
+        fv.FedSynthCodec(batches=1, epochs=2).forecast_compute().held
+        < fv.FedSynthCodec(batches=2, epochs=2).forecast_compute().held
+    )
+    both = fv.FedAvg(up=fv.TofuCodec(points=4, steps=10)).forecast_compute(Turn(0, 100, 1, 1, 0))
     assert (both.passes, both.held) == (140, 32)
 
 

@@ -16,15 +16,15 @@ import fedveil as fv
 from fedveil.core.clients import Reply
 from fedveil.core.message import Refused
 from fedveil.data import from_tensors
-from fedveil.engines import Local
+from fedveil.engines import LocalEngine
 from fedveil.methods.scaffold import Control
 from fedveil.runs.folder import KEPT, RunError, RunFolder, environment, fingerprint, read_checkpoint
 from fedveil.train.optimizers import ServerState
 from toys import LastReference, Tamper, kept, linear_task
 
-LOCAL = fv.Local(batch=4)
+LOCAL = fv.LocalTraining(batch=4)
 METHODS = {
-    "fedavg": fv.FedAvg(local=LOCAL, server=fv.Server(optimizer="momentum")),
+    "fedavg": fv.FedAvg(local=LOCAL, server=fv.ServerOptimizer(optimizer="momentum")),
     "scaffold": fv.Scaffold(local=LOCAL),
     "last reference": LastReference(),
 }
@@ -33,7 +33,7 @@ ROUNDS = 4
 
 
 def train(folder, method=METHODS["scaffold"], rounds=ROUNDS, **options) -> fv.Result:
-    options = {"cohort": 3, "engine": Local(stack=1, workers=1), **options}
+    options = {"cohort": 3, "engine": LocalEngine(stack=1, workers=1), **options}
     return fv.run(TASK, method, rounds=rounds, folder=folder, **options)
 
 
@@ -381,7 +381,7 @@ def test_one_process_cannot_open_a_run_twice(tmp_path):
 
 def test_a_run_that_fails_to_begin_gives_its_folder_back(tmp_path):
     class Broken(fv.FedAvg):
-        def begin(self, task):
+        def init_state(self, task):
             raise ArithmeticError("no first state")
 
     with pytest.raises(ArithmeticError):
@@ -399,7 +399,9 @@ def image_task(channels=1):
     return fv.Task(model, data, fv.split("iid", data, 3, fv.Seed.root(0)))
 
 
-@pytest.mark.parametrize("up", [fv.Tofu(points=4, steps=2), fv.FedSynth(batches=2, batch=2, epochs=1, fits=2)])
+@pytest.mark.parametrize(
+    "up", [fv.TofuCodec(points=4, steps=2), fv.FedSynthCodec(batches=2, batch=2, epochs=1, fits=2)]
+)
 def test_synthetic_images_are_kept_beside_real_ones_and_survive_a_resume(up, tmp_path):
     for rounds in (3, 6):
         fv.run(image_task(), fv.FedAvg(up=up), rounds=rounds, cohort=2, folder=tmp_path)
@@ -429,18 +431,18 @@ def test_real_ones_are_of_the_same_classes(tmp_path):
 
 
 def test_text_and_vectors_are_no_exhibits(tmp_path):
-    fv.run(linear_task(), fv.FedAvg(up=fv.Tofu(points=2, steps=2)), rounds=1, cohort=2, folder=tmp_path)
+    fv.run(linear_task(), fv.FedAvg(up=fv.TofuCodec(points=2, steps=2)), rounds=1, cohort=2, folder=tmp_path)
     assert not (tmp_path / "figures").exists()
 
 
 # ---------------------------------------------------------------------------------------------------- another run
 
 
-PRIVATE = fv.FedAvg(fv.Local(lr=0.5, batch=3), privacy=fv.DpSgd(noise=1.0, delta=1e-2))
+PRIVATE = fv.FedAvg(fv.LocalTraining(lr=0.5, batch=3), privacy=fv.DpSgd(noise=1.0, delta=1e-2))
 CHANGES = {
     "no privacy": ({"privacy": None}, "method"),
     "less noise": ({"privacy": fv.DpSgd(noise=0.1, delta=1e-2)}, "method"),
-    "another rate": ({"local": fv.Local(lr=0.4, batch=3)}, "method"),
+    "another rate": ({"local": fv.LocalTraining(lr=0.4, batch=3)}, "method"),
 }
 
 
@@ -480,8 +482,8 @@ def test_the_number_of_rounds_may_change_unless_the_method_reads_it(tmp_path):
 
 def test_fingerprints_are_equal_for_equal_values_only():
     values = [
-        fv.FedAvg(), fv.FedSGD(), fv.FedAvg(local=fv.Local(lr=0.2)), torch.ones(3), torch.ones(4), np.ones(3), 1, 1.5,
-        "1", None, [1], [[1]], {"a": 1}, {"a": 2},
+        fv.FedAvg(), fv.FedSGD(), fv.FedAvg(local=fv.LocalTraining(lr=0.2)), torch.ones(3), torch.ones(4), np.ones(3),
+        1, 1.5, "1", None, [1], [[1]], {"a": 1}, {"a": 2},
     ]  # fmt: skip
     prints = [fingerprint(value) for value in values]
     assert len(set(prints)) == len(values)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedveil import FedProx, Recipe, Sampling, Scaffold
+from fedveil import CohortSampler, FedProx, Recipe, Scaffold
 from fedveil.runs import recipe
 from fedveil.runs.recipe import SplitSpec, TaskSpec, parse, read
 
@@ -43,7 +43,7 @@ def test_every_kind_of_value_survives_the_writing() -> None:
             model_options={"width": 3},
         ),
         split=SplitSpec("natural"),
-        cohort=Sampling(quorum=0.5, deadline=1.5),
+        cohort=CohortSampler(quorum=0.5, deadline=1.5),
         method=FedProx(mu=1e-12),
     )
     assert again(plan) == plan

@@ -13,7 +13,7 @@ from torch import nn
 
 import fedveil as fv
 from fedveil.codecs.directions import Directions
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from fedveil.data import from_tensors
 from fedveil.methods.baffle.probing import Prober, forward_only
 from fedveil.methods.surrogates.augment import same
@@ -118,9 +118,9 @@ def task(request):
     return found
 
 
-def crowd_of(task, *clients):
+def stack_of(task, *clients):
     clients = clients or tuple(range(len(SIZES)))
-    return Crowd(task, clients, 1, fv.Seed.root(2), fv.Seed.root(3), [None] * len(clients), [{} for _ in clients])
+    return ClientStack(task, clients, 1, fv.Seed.root(2), fv.Seed.root(3), [None] * len(clients), [{} for _ in clients])
 
 
 def slope(task, w, rows):
@@ -135,10 +135,10 @@ def near(found, right):
 
 
 def test_local_training_of_a_ragged_stack_is_that_of_each_client_alone(task):
-    how = fv.Local(lr=0.1, batch=4, epochs=2)
-    trained, steps = how.train(crowd_of(task), task.initial)
+    how = fv.LocalTraining(lr=0.1, batch=4, epochs=2)
+    trained, steps = how.train(stack_of(task), task.initial)
     for k, size in enumerate(SIZES):
-        index, sizes = how.schedule(crowd_of(task, k))
+        index, sizes = how.schedule(stack_of(task, k))
         w = task.initial.clone()
         for rows, n in zip(index[:, 0], sizes[:, 0], strict=True):
             w -= 0.1 * slope(task, w, rows[:n])
@@ -148,7 +148,7 @@ def test_local_training_of_a_ragged_stack_is_that_of_each_client_alone(task):
 
 def test_a_ragged_batch_has_the_gradient_of_its_records(task, monkeypatch):
     monkeypatch.setattr(local, "GRADIENT_CHUNK", 4)
-    found, losses = local.full_gradient(crowd_of(task), task.initial)
+    found, losses = local.full_gradient(stack_of(task), task.initial)
     for k in range(len(SIZES)):
         near(found[k], slope(task, task.initial, task.clients[k]))
         own = task.losses(task.initial, task.x[task.clients[k]], task.y[task.clients[k]])
@@ -156,7 +156,7 @@ def test_a_ragged_batch_has_the_gradient_of_its_records(task, monkeypatch):
 
 
 def test_the_clipped_gradients_of_a_ragged_draw_are_those_of_single_records(task):
-    index, mask = (torch.from_numpy(a) for a in crowd_of(task).rows.padded())
+    index, mask = (torch.from_numpy(a) for a in stack_of(task).rows.padded())
     w = task.initial.expand(len(SIZES), -1)
     found = clipped_sum(task, w, task.x[index], task.y[index], mask, 0.5)
     for k in range(len(SIZES)):
@@ -166,7 +166,7 @@ def test_the_clipped_gradients_of_a_ragged_draw_are_those_of_single_records(task
 
 def test_the_probes_of_a_ragged_stack_are_those_of_each_client_alone(task):
     probes = Prober(task, Directions.of("gaussian", task.layout.size, 3), 1e-2, "central")
-    index, mask = (torch.from_numpy(a) for a in crowd_of(task).rows.padded())
+    index, mask = (torch.from_numpy(a) for a in stack_of(task).rows.padded())
     keys, w = torch.arange(len(SIZES)), task.initial.expand(len(SIZES), -1)
     with forward_only(task.device):
         found = probes.gradient(w, keys, task.x[index], task.y[index], mask, 3)
@@ -179,7 +179,7 @@ def test_the_probes_of_a_ragged_stack_are_those_of_each_client_alone(task):
 
 def test_the_real_batches_of_fedlap_are_those_of_each_client_alone(task):
     w = task.initial.expand(len(SIZES), -1)
-    together = Batches(crowd_of(task), w, 4, 2, [(0,)], same)
+    together = Batches(stack_of(task), w, 4, 2, [(0,)], same)
     for _ in range(2):
         found, rows = together(), together._index[int(together._cursor) - 1]
         for k, size in enumerate(SIZES):
@@ -277,6 +277,6 @@ def test_rounding_is_not_taken_for_what_records_do_to_each_other():
 def test_padding_is_a_client_s_own_record():
     model = nn.Linear(4, 3)
     task = task_of(model, (4,))
-    index, _ = fv.Local(batch=4).schedule(crowd_of(task))
+    index, _ = fv.LocalTraining(batch=4).schedule(stack_of(task))
     for k in range(len(SIZES)):
         assert set(index[:, k].flatten()) <= set(task.clients[k])

@@ -16,14 +16,14 @@ import torch
 from msgspec.structs import replace as changed
 from torch import Tensor
 
-from fedveil.codecs.fedage import Codes, FedAge
+from fedveil.codecs.fedage import Codes, FedAgeCodec
 from fedveil.codecs.fit import cosine
 from fedveil.core import message
 from fedveil.core.clients import Letter, Reply
-from fedveil.core.federation import Federation, Sampling, State
+from fedveil.core.federation import CohortSampler, Federation, State
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
-from fedveil.engines.local import Local
+from fedveil.engines.local import LocalEngine
 from fedveil.links.agreed import Tuned
 from fedveil.methods.fedavg import FedAvg
 from fedveil.privacy.secagg.protocol import Masked, shapes
@@ -46,7 +46,7 @@ def differential(task: Task, codec: Tuned, payloads: Sequence[Any], seen: Sequen
     return m * (codec.merge(task, [changed(nothing, codes=whole)]) - left)
 
 
-class Listening(Local):
+class Listening(LocalEngine):
     """Clients in this process, and a server that keeps every masked vector it is sent, by client."""
 
     def __init__(self) -> None:
@@ -62,11 +62,13 @@ class Listening(Local):
             yield reply
 
 
-def overheard(task: Task, method: FedAvg, plan: Sampling, seed: Seed, state: State, number: int) -> dict[int, Codes]:
+def overheard(
+    task: Task, method: FedAvg, sampler: CohortSampler, seed: Seed, state: State, number: int
+) -> dict[int, Codes]:
     """Play round `number` of a run under a secure sum: each client's masked vector, read as if it were its codes."""
     assert method.summing
     engine = Listening()
-    Federation(task, method, engine, plan, seed).step(state, number, number)
+    Federation(task, method, engine, sampler, seed).step(state, number, number)
     how, n = method.summing, len(engine.heard)
     fixed = how.fixed_point(n, how.quorum(n), task.sizes, Codes)
     bound, read = shapes(Codes, method.up.sizes(task)), {}
@@ -106,21 +108,23 @@ class Exposure:
 
 
 def expose(
-    task: Task, codec: FedAge, updates: Tensor, seed: Seed, round_: int = 1, seen: Sequence[Codes] | None = None
+    task: Task, codec: FedAgeCodec, updates: Tensor, seed: Seed, round_: int = 1, seen: Sequence[Codes] | None = None
 ) -> Exposure:
     """Attack the codes of a cohort of m ≥ 2 with these updates [m, d]; `seed` is that of the round.
 
     seen: under a secure sum, what the server holds instead of each client's codes
     """
 
-    def attacked(code: FedAge, seen: Sequence[Codes] | None = None) -> tuple[Tensor, Tensor]:
+    def attacked(code: FedAgeCodec, seen: Sequence[Codes] | None = None) -> tuple[Tensor, Tensor]:
         tuned = code.at(code.agree(updates.abs().amax(1), round_), seed)
         seeds = [seed.child("attack", i) for i in range(len(updates))]
         payloads = tuned.encode(task, updates, updates, seeds, None)
         return direct(task, tuned, seen or payloads), differential(task, tuned, payloads, seen)
 
     decoded, difference = attacked(codec, seen)
-    _, faithful = attacked(replace(codec, code=codec.block, width=0, levels=1 << 15, scale=1.0, decay=1.0, most=None))
+    _, faithful = attacked(
+        replace(codec, code=codec.block, width=0, levels=1 << 15, scale=1.0, decay=1.0, max_scale=None)
+    )
     return Exposure(
         cosine(faithful, updates),
         cosine(decoded, updates),

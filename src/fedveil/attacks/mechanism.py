@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from fedveil.attacks.roc import clopper_pearson, one_run
-from fedveil.core.clients import Crowd
-from fedveil.core.federation import Federation, Method, Sampling, begin
+from fedveil.core.clients import ClientStack
+from fedveil.core.federation import CohortSampler, Federation, Method, init_state
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
 from fedveil.data import Split
-from fedveil.engines.local import Local
+from fedveil.engines.local import LocalEngine
 from fedveil.privacy.account import Tally
 from fedveil.privacy.dpsgd import DpSgd, Gradients, Piece
 
@@ -161,7 +161,7 @@ class Tapped(DpSgd):
 
     def gradients(
         self,
-        crowd: Crowd,
+        stack: ClientStack,
         weights: Tensor,
         batch: int,
         pieces: Sequence[Piece],
@@ -171,11 +171,11 @@ class Tapped(DpSgd):
         source = DpSgd(noise=noise, clip=self.clip, mechanism=self.mechanism)
         assert heard
         changed = change and (lambda x: torch.where(canary(x, 2), x, change(x)))
-        private = source.gradients(crowd, weights, batch, pieces, changed)
+        private = source.gradients(stack, weights, batch, pieces, changed)
         heard.seeds += [secret for _, secrets in pieces for secret in secrets]
-        if 0 not in crowd.clients:
+        if 0 not in stack.clients:
             return private
-        heard.rate, at = self.rate(crowd.task, batch), crowd.clients.index(0)
+        heard.rate, at = self.rate(stack.task, batch), stack.clients.index(0)
         kept = torch.zeros(sum(steps for steps, _ in pieces), len(heard.places), device=weights.device)
         cursor = torch.zeros(1, dtype=torch.int64, device=weights.device)
         heard.parts.append((kept, cursor))
@@ -210,7 +210,7 @@ def audit(
     m = min(canaries, task.layout.size // 4)
     if m < 100:
         raise ValueError(f"{m} canaries tell nothing; there must be 100, and 4 weights for each")
-    clients = range(min(len(task.clients), max(1, method.fewest)))
+    clients = range(min(len(task.clients), max(1, method.min_clients)))
     places = quiet(task, 0, w, m)
     included = seed.child("coins").numpy().random(m) < 0.5
     planted = Planted(task, clients, w, places, included, LENGTH * privacy.clip)
@@ -246,12 +246,12 @@ def audit(
 def _play(planted: Planted, method: Method, seed: Seed, secret: Seed | None, answers: int) -> float:
     """Rounds of the method on the planted task, and the ε that they charge. Canaries may well spoil what is made of the
     gradients, so that the answer is refused; released they are."""
-    plan, engine = Sampling(size=len(planted.clients)), Local(stack=1, workers=1)
-    account = method.account(planted, plan)
+    sampler, engine = CohortSampler(size=len(planted.clients)), LocalEngine(stack=1, workers=1)
+    account = method.account(planted, sampler)
     tally = Tally(account) if account else None
-    federation = Federation(planted, method, engine, plan, seed, ENDLESS, secret=secret, tally=tally)
+    federation = Federation(planted, method, engine, sampler, seed, ENDLESS, secret=secret, tally=tally)
     try:
-        state = begin(planted, method, plan)
+        state = init_state(planted, method, sampler)
         for number in range(1, answers + 1):
             state, row = federation.step(state, number, ENDLESS)
     finally:

@@ -110,11 +110,11 @@ def took_part(rows: Sequence[Row]) -> list[int]:
     return sorted({k for row in rows for k in row.cohort if str(k) not in row.missing})
 
 
-def matched(task: Task, clients: Sequence[int], seed: Seed, most: int) -> tuple[Tensor, Tensor]:
+def matched(task: Task, clients: Sequence[int], seed: Seed, max_records: int) -> tuple[Tensor, Tensor]:
     """Members' indices into the training records and others' into the test records, each [n] in an order of its own.
 
-    Of each class there are as many as both sides have, scaled down alike to at most `most` in all. Records with several
-    labels are of one class.
+    Of each class there are as many as both sides have, scaled down alike to at most `max_records` in all. Records with
+    several labels are of one class.
     """
     rng = seed.numpy()
     held = np.concatenate(task.rows(clients).indices)
@@ -122,7 +122,7 @@ def matched(task: Task, clients: Sequence[int], seed: Seed, most: int) -> tuple[
     labels = [task.data.y.numpy(), task.data.test_y.numpy()]
     classes = [y[own] if y.ndim == 1 else np.zeros(len(own), int) for own, y in zip(sides, labels, strict=True)]
     counts = np.minimum(*(np.bincount(c, minlength=task.data.classes) for c in classes))
-    counts = (counts * min(1.0, most / max(1, counts.sum()))).astype(int)
+    counts = (counts * min(1.0, max_records / max(1, counts.sum()))).astype(int)
     if counts.sum() < 4:
         raise ValueError(
             f"only {counts.sum()} test records are of classes that clients hold, too few to compare with; give more"
@@ -152,10 +152,10 @@ def by_heart(task: Task, x: Tensor, y: Tensor, tell: Tell = lambda _: None) -> T
 
 
 def attack(
-    task: Task, w: Tensor, clients: Sequence[int], seed: Seed, delta: float, most: int, tell: Tell
+    task: Task, w: Tensor, clients: Sequence[int], seed: Seed, delta: float, max_records: int, tell: Tell
 ) -> tuple[int, dict[str, Figures], Figures, Figures]:
     """How many records a side, and what the attacks, the control and the baseline reach, for an `Audit`."""
-    members, others = matched(task, clients, seed.child("records"), most)
+    members, others = matched(task, clients, seed.child("records"), max_records)
     sides = [(task.x[members], task.y[members]), (task.test_x[others], task.test_y[others])]
 
     def told(attack: Score, w: Tensor, *sides: tuple[Tensor, Tensor]) -> Figures:

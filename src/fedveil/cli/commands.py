@@ -68,7 +68,7 @@ def main() -> None:
 
 @app.callback(invoke_without_command=True)
 def root(context: typer.Context, version: Version = False) -> None:
-    """Federated learning in which no raw gradient leaves a client.
+    """Federated learning in which no raw gradient has to leave a client.
 
     Start with: fedveil run digits/fedavg
     """
@@ -130,7 +130,7 @@ def resume(
         reached = f"its target accuracy {job.recipe.target:g}" if job.ended == "target" else "the last of its rounds"
         say(f"{path} is finished: it reached {reached} in round {done}")
         show.summary(job.summary(), format)
-        _refuse_nothing([job])
+        _validate_learned([job])
     else:
         _finish(job, False, format)
 
@@ -145,10 +145,10 @@ def _finish(job: Job, fetch: bool, format: Format) -> None:
     if not job.ended:
         say(f"stopped after round {len(job.ledger.rows)} of {job.recipe.rounds}; {hint} goes on")
         raise typer.Exit(INTERRUPTED)
-    _refuse_nothing([job])
+    _validate_learned([job])
 
 
-def _refuse_nothing(jobs: Sequence[Job]) -> None:
+def _validate_learned(jobs: Sequence[Job]) -> None:
     """End with an exit code if some run had no answer that it could use."""
     if empty := [f"{job.path}: {nothing_learned(job.ledger)}" for job in jobs if learned_nothing(job.ledger)]:
         raise click.ClickException("; ".join(empty))
@@ -213,7 +213,7 @@ def compare(
         say(f"stopped; {interrupt.hint} goes on")
         raise typer.Exit(INTERRUPTED)
     say(f"the report is {page}")
-    _refuse_nothing(jobs)
+    _validate_learned(jobs)
 
 
 def _job(path: Path, plan: Recipe, where: Where) -> Job:
@@ -336,7 +336,7 @@ def _describe_codec(codec: Codec, format: Format) -> None:
     if format is Format.json:
         return show.as_json({"name": codec.name, "summary": words, "keys": keys})
     show.pairs([("codec", codec.name), ("summary", words)])
-    out.out(f"\nkeys for --set, with their defaults{'; method.down takes the same' if codec.downward else ''}")
+    out.out(f"\nkeys for --set, with their defaults{'; method.down takes the same' if codec.server_can_encode else ''}")
     show.pairs(_typed(codec, "method.up"))
 
 

@@ -63,7 +63,7 @@ def rehearse(
 
     plan, method = stage.planned(folder)
     plan = plan if rounds is None else dataclasses.replace(plan, rounds=rounds)
-    stage.refuse_another(folder, plan)
+    stage.validate_same(folder, plan)
     there = [k for k in stage.clients(folder) if k < plan.split.clients]
     if not 1 <= (started := len(there) if nodes is None else nodes) <= len(there):
         told = f"{folder} has {plan.split.clients} clients and keys for {len(there)}"

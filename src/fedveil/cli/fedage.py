@@ -124,27 +124,27 @@ def attack(path: Annotated[Path, argument("DIR")], format: Shown = Format.table)
     Example: fedveil fedage attack runs/demo/digits-fedage
     """
     from fedveil.attacks.differential import expose, overheard
-    from fedveil.codecs.fedage import FedAge
-    from fedveil.core.clients import Crowd
+    from fedveil.codecs.fedage import FedAgeCodec
+    from fedveil.core.clients import ClientStack
     from fedveil.core.seeds import Seed
     from fedveil.methods.fedavg import FedAvg
     from fedveil.report.figures import densities, svg
 
     job = Job.held(path)
     method = job.recipe.method
-    if not isinstance(method, FedAvg) or not isinstance(method.up, FedAge):
+    if not isinstance(method, FedAvg) or not isinstance(method.up, FedAgeCodec):
         raise ValueError(f"{path} holds a run of {method.name}; this attack is on fedage and FedAvg with its codes")
     saved = job.checkpoint()
     task = job.recipe.on(job.data(False, {}), job.where.device)
-    method.begin(task)
+    method.init_state(task)
     number = saved.round + 1
     seed = Seed.root(job.recipe.seed).child("round", number)
     clients = job.recipe.cohort.draw(task, seed.child("cohort"))
     if len(clients) < 2:
         raise ValueError("the next round's cohort has fewer than 2 clients; there is no mean to take apart")
     memory: list[Any] = [None] * len(clients)
-    crowd = Crowd(task, clients, number, seed, Seed.private(), memory, [{} for _ in clients])
-    updates = method.released(crowd, saved.state.weights.to(task.device))
+    stack = ClientStack(task, clients, number, seed, Seed.private(), memory, [{} for _ in clients])
+    updates = method.released(stack, saved.state.weights.to(task.device))
     seen = None
     if method.secure:
         root = Seed.root(job.recipe.seed)
@@ -153,7 +153,7 @@ def attack(path: Annotated[Path, argument("DIR")], format: Shown = Format.table)
             raise ValueError("in the next round clients drop out; set cohort.drop to 0 in a run to be attacked")
         seen = [heard[k] for k in clients]
         say("the run sums codes securely, so what is attacked is each client's masked vector")
-    found = expose(task, method.up, updates * method.shares(crowd).to(updates), seed, number, seen)
+    found = expose(task, method.up, updates * method.shares(stack).to(updates), seed, number, seen)
     told = {"round": number, "clients": list(clients), **found.figures()}
     (path / "attack.json").write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=2) + b"\n")
     (path / "figures").mkdir(exist_ok=True)

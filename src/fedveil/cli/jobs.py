@@ -19,12 +19,12 @@ import fedveil
 from fedveil import data
 from fedveil.cli.progress import Watch
 from fedveil.cli.shell import BUG, say
-from fedveil.core.federation import NOTHING, Engine, Starved, begin, private_root
+from fedveil.core.federation import NOTHING, Engine, NoUsableAnswers, init_state, private_root
 from fedveil.core.ledger import Ledger
 from fedveil.core.message import Refused
 from fedveil.core.task import Task
 from fedveil.data.files import data_directory
-from fedveil.engines.local import ClientFailure, Local
+from fedveil.engines.local import ClientFailure, LocalEngine
 from fedveil.privacy.account import SPENT, Tally
 from fedveil.runs import recipe
 from fedveil.runs.folder import (
@@ -35,8 +35,8 @@ from fedveil.runs.folder import (
     environment,
     first_rows,
     newest,
-    refuse_another,
     tallied,
+    validate_same,
 )
 from fedveil.runs.recipe import Recipe
 
@@ -121,7 +121,7 @@ class Job:
             raise ValueError(f"{path / 'environment.json'} is damaged: {error}") from None
         plan = recipe.read(str(path / "recipe.toml"))
         if saved:
-            refuse_another(path, saved.decided, {"recipe": plan.fingerprint()})
+            validate_same(path, saved.decided, {"recipe": plan.fingerprint()})
         return Job(path, plan, known, Ledger(rows, tally=_tallied(path, plan)))
 
     @property
@@ -159,7 +159,7 @@ class Job:
         """Do the rounds that are left."""
         plan = self.recipe = self.recipe.settled(task)
         where = self.where
-        begin(task, plan.method, plan.cohort)  # says what does not suit the task, before anything is written
+        init_state(task, plan.method, plan.cohort)  # says what does not suit the task, before anything is written
         torch.set_num_threads(where.threads)
         with (
             warnings.catch_warnings(),
@@ -188,7 +188,7 @@ class Job:
                     insecure_test_noise=plan.seed if where.insecure_test_noise else None,
                 )
             except Exception as error:
-                if isinstance(error, (ClientFailure, Refused, Starved)):
+                if isinstance(error, (ClientFailure, Refused, NoUsableAnswers)):
                     raise click.ClickException(f"the run ended early: {error}") from None
                 if not isinstance(error, RunError):
                     error.add_note(BUG)
@@ -214,7 +214,7 @@ class Job:
                 debug=where.debug,
                 tell=say,
             )
-        engine = Local(where.stack, where.workers, where.debug, where.compile)
+        engine = LocalEngine(where.stack, where.workers, where.debug, where.compile)
         self.environment = {**self.environment, "workers": engine.lanes(task)}  # a resume elsewhere needs as many
         return nullcontext(engine)
 

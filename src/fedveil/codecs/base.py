@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from fedveil.core.federation import Answers, Cohort
-from fedveil.core.forecast import Work
+from fedveil.core.forecast import Compute
 from fedveil.core.message import Answer, Refused, Size
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
@@ -28,7 +28,7 @@ class Codec:
     name: ClassVar[str]
     payload: ClassVar[type[Answer]]
     reference: ClassVar[str] = "last"
-    downward: ClassVar[bool] = True  # whether the server, which has no data and is one, can use it
+    server_can_encode: ClassVar[bool] = True  # whether the server, which has no data and is one, can use it
     needs: ClassVar[tuple[str, ...]] = ()  # of the model, by the names in `task.WAYS_OUT`
     registry: ClassVar[dict[str, type[Codec]]] = {}
 
@@ -36,15 +36,15 @@ class Codec:
         if "name" in cls.__dict__:
             cls.registry[cls.name] = cls
 
-    def of(self, client: int) -> Codec:
+    def for_client(self, client: int) -> Codec:
         """The codec a client uses: this one, unless clients differ."""
         return self
 
-    def refuse(self, task: Task) -> None:
+    def validate(self, task: Task) -> None:
         """Raise a ValueError if the codec cannot work on this task."""
 
     @property
-    def peeks(self) -> str:
+    def reads_records(self) -> str:
         """Which settings would keep `encode` from looking at a client's records again; none where it does not look."""
         return ""
 
@@ -52,9 +52,9 @@ class Codec:
         """What the dimension names of the payload stand for."""
         return task.sizes
 
-    def work(self) -> Work:
+    def forecast_compute(self) -> Compute:
         """What encoding one update takes of a client."""
-        return Work()
+        return Compute()
 
     def check(self, task: Task, payload: Any) -> None:
         """Raise `Refused` for a payload that fits its schema and still cannot be decoded."""
@@ -63,8 +63,10 @@ class Codec:
         """What a payload holds that can be looked at: a name, images [N, channels, height, width], labels [N, K]."""
         return None
 
-    def encode(self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], crowd: Crowd | None) -> list[Any]:
-        """Updates [C, d] at `w` [C, d] -> C payloads. `crowd` is None on the server, which has no data of its own."""
+    def encode(
+        self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], stack: ClientStack | None
+    ) -> list[Any]:
+        """Updates [C, d] at `w` [C, d] -> C payloads. `stack` is None on the server, which has no data of its own."""
         raise NotImplementedError
 
     def decode(self, task: Task, w: Tensor, payloads: Sequence[Any]) -> Tensor:
@@ -77,8 +79,8 @@ def decodable(up: Codec, answers: Answers, cohort: Cohort) -> dict[int, Any]:
     usable = {}
     for client, payload in answers.items():
         try:
-            up.of(client).check(cohort.task, payload)
+            up.for_client(client).check(cohort.task, payload)
             usable[client] = payload
         except Refused as error:
-            cohort.refuse(client, error)
+            cohort.reject(client, error)
     return usable

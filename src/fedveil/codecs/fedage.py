@@ -14,7 +14,7 @@ from torch import Tensor
 from fedveil.codecs import autoencoder
 from fedveil.codecs.autoencoder import Code, Pair
 from fedveil.core import message
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from fedveil.core.message import Answer, Refused, Shape, Size
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
@@ -25,7 +25,7 @@ from fedveil.links.agreed import CodeSpace, Tuned
 class Codes(Answer, frozen=True):
     """Codes of the positive and of the negative part of every block, and the weight λ that was put on the update."""
 
-    sums: ClassVar[bool] = True
+    additive: ClassVar[bool] = True
 
     codes: Annotated[Tensor, Shape((2, "blocks", "code"))]
     share: Annotated[Tensor, Shape((1,), low=1e-9, high=1)]
@@ -40,14 +40,14 @@ def quantise(x: Tensor, n: float, levels: int, draw: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FedAge(CodeSpace):
+class FedAgeCodec(CodeSpace):
     """Codes of a pair (E, D) with D(mean of codes) ≈ mean of updates; the server decodes the mean alone.
 
     block, code, levels: b numbers become h (half of b where left out), after rounding to whole ones from 0 to s
     cohort, width, seed: which pair: for how many clients it was trained, how wide (0: the linear code), from which seed
     permute:             shuffle the weights before they are cut into blocks, anew every round, by the public seed
     scale, decay:        a factor on n (the paper's figure 4), multiplied by `decay` every round; below 1 it clips
-    most:                n is at most this, whatever a client claims
+    max_scale:           n is at most this, whatever a client claims
     """
 
     name: ClassVar[str] = "fedage"
@@ -62,11 +62,11 @@ class FedAge(CodeSpace):
     permute: bool = True
     scale: float = 1.0
     decay: float = 1.0
-    most: float | None = None
+    max_scale: float | None = None
 
     def __post_init__(self) -> None:
-        if self.scale <= 0 or not 0 < self.decay <= 1 or (self.most is not None and self.most <= 0):
-            raise ValueError("fedage needs scale > 0, 0 < decay <= 1 and most > 0")
+        if self.scale <= 0 or not 0 < self.decay <= 1 or (self.max_scale is not None and self.max_scale <= 0):
+            raise ValueError("fedage needs scale > 0, 0 < decay <= 1 and max_scale > 0")
         self.pair  # noqa: B018 - says which of its settings cannot be
 
     @property
@@ -79,7 +79,7 @@ class FedAge(CodeSpace):
     def digest(self) -> bytes:
         return autoencoder.digest(self.pair)
 
-    def refuse(self, task: Task) -> None:
+    def validate(self, task: Task) -> None:
         autoencoder.load(self.pair, task.device)
 
     def sizes(self, task: Task) -> Mapping[str, Size]:
@@ -103,7 +103,7 @@ class FedAge(CodeSpace):
 
     def agree(self, largest: Tensor, round_: int) -> float:
         n = float(largest.max()) * self.scale * self.decay ** (round_ - 1)
-        return n if self.most is None else min(n, self.most)
+        return n if self.max_scale is None else min(n, self.max_scale)
 
     def at(self, scale: float, seed: Seed) -> Scaled:
         return Scaled(self, scale, seed)
@@ -115,13 +115,15 @@ class Scaled(Tuned):
 
     payload: ClassVar[type[Answer]] = Codes
 
-    of_run: FedAge
+    of_run: FedAgeCodec
     n: float
     seed: Seed  # the public one of the round
 
-    def encode(self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], crowd: Crowd | None) -> list[Codes]:
-        if crowd:
-            crowd.measure(clipped=(updates.abs() > self.n).sum(1))
+    def encode(
+        self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], stack: ClientStack | None
+    ) -> list[Codes]:
+        if stack:
+            stack.measure(clipped=(updates.abs() > self.n).sum(1))
         draw = torch.stack([_uniform(seed.child("rounding"), updates[0]) for seed in seeds])
         whole = quantise(updates.abs(), self.n, self.of_run.levels, draw)
         shuffled = whole.copysign_(updates)[:, self._order(task, w.device)]

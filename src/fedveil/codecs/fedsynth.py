@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from fedveil.codecs.base import Codec
 from fedveil.codecs.fit import PRECISIONS, WIDEST, Rounding, Variable, adam, check_points, normal, simplex
 from fedveil.core import message
-from fedveil.core.clients import Crowd
-from fedveil.core.forecast import Work
+from fedveil.core.clients import ClientStack
+from fedveil.core.forecast import Compute
 from fedveil.core.message import Answer, Count, Shape, Size
 from fedveil.core.seeds import Seed
 from fedveil.core.task import FORWARD_PASSES, SECOND_DERIVATIVES, SOFT_LABELS, Task, cross_entropy
@@ -36,7 +36,7 @@ class Synthetic(Answer, frozen=True):
 
 
 @dataclass(frozen=True)
-class FedSynth(Codec):
+class FedSynthCodec(Codec):
     """Encode an update into synthetic batches that, trained on, reproduce it (algorithms 2 and 3).
 
     batches, batch, epochs: M = batches × epochs unrolled steps; a batch is used once an epoch and sent once
@@ -82,12 +82,12 @@ class FedSynth(Codec):
         if self.precision not in PRECISIONS:
             raise ValueError(f"fedsynth.precision is '{self.precision}'; use {', '.join(PRECISIONS)}")
 
-    def refuse(self, task: Task) -> None:
+    def validate(self, task: Task) -> None:
         if not task.data.x.is_floating_point():
             raise ValueError("fedsynth fits its inputs by gradient, and tokens have none; use qsgd or top-k")
 
     @property
-    def peeks(self) -> str:
+    def reads_records(self) -> str:
         return 'objective="l2" and best=false' if self.objective != "l2" else "best=false" if self.best else ""
 
     def sizes(self, task: Task) -> Mapping[str, Size]:
@@ -99,11 +99,11 @@ class FedSynth(Codec):
             "pixels": PRECISIONS[self.precision],
         }
 
-    def work(self) -> Work:
+    def forecast_compute(self) -> Compute:
         steps = self.batches * self.epochs
         passes = self.fits * steps * self.batch * self.restarts
         graph = steps * self.restarts  # every step's gradient is differentiated, so all are held
-        return Work(passes, vectors=3 + 4 * graph, held=2 * graph * self.batch)
+        return Compute(passes, vectors=3 + 4 * graph, held=2 * graph * self.batch)
 
     def check(self, task: Task, payload: Synthetic) -> None:
         check_points(payload.labels, payload.low, payload.high)
@@ -144,7 +144,7 @@ class FedSynth(Codec):
     # ------------------------------------------------------------------------------------------------ encode
 
     def encode(
-        self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], crowd: Crowd | None
+        self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], stack: ClientStack | None
     ) -> list[Synthetic]:
         """Algorithm 2. With restarts, each client is `restarts` rows of the stack and the best row is kept."""
         tries = [seed.child("restart", r) for seed in seeds for r in range(self.restarts)]
@@ -156,7 +156,7 @@ class FedSynth(Codec):
         if self.labels == "project":
             labels = labels.softmax(-1)
         steps = torch.full((len(w), self.batches * self.epochs), self.step, device=w.device)
-        own = _own_data(crowd, self.restarts) if crowd and (self.best or self.objective != "l2") else None
+        own = _own_data(stack, self.restarts) if stack and (self.best or self.objective != "l2") else None
         objective = self._objective(task, w, theta, own)
         drifts = self._drifts(tries, w)
         induced, present = torch.empty_like(w), torch.empty_like(norm)
@@ -194,8 +194,8 @@ class FedSynth(Codec):
         soft = labels if self.labels == "project" else labels.softmax(-1)
         pixels = Rounding.of(images, self.precision)
         rows = (pixels.shrink(images), Rounding.unit(soft, self.precision).shrink(soft), steps, norm[best, None])
-        if crowd:
-            crowd.passes += self.work().passes * clients
+        if stack:
+            stack.passes += self.forecast_compute().passes * clients
         return [
             Synthetic(x, y, eta, h, float(low), float(high))
             for x, y, eta, h, low, high in zip(*(t.cpu() for t in rows), pixels.low, pixels.high, strict=True)
@@ -271,7 +271,7 @@ class _Own:
         return self.mean(task.loss(self.logits(task, w).flatten(0, 1), self.y.flatten(0, 1)).view(self.y.shape[:2]))
 
 
-def _own_data(crowd: Crowd, restarts: int) -> _Own:
-    index, mask = (torch.from_numpy(a).to(crowd.task.device) for a in crowd.rows.padded())
+def _own_data(stack: ClientStack, restarts: int) -> _Own:
+    index, mask = (torch.from_numpy(a).to(stack.task.device) for a in stack.rows.padded())
     rows = index.repeat_interleave(restarts, 0)
-    return _Own(crowd.task.x[rows], crowd.task.y[rows], mask.repeat_interleave(restarts, 0))
+    return _Own(stack.task.x[rows], stack.task.y[rows], mask.repeat_interleave(restarts, 0))

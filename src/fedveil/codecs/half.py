@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedveil.codecs.base import Codec
 from fedveil.core import message
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from fedveil.core.message import Answer, Count, Shape, Size
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
@@ -44,7 +44,7 @@ class Half(Codec):
         return {**task.sizes, "half": HALVES[self.dtype]}
 
     def encode(
-        self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], crowd: Crowd | None
+        self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], stack: ClientStack | None
     ) -> list[HalfUpdate]:
         return [HalfUpdate(row) for row in updates.to(HALVES[self.dtype]).cpu()]
 

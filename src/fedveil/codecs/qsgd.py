@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedveil.codecs.base import Codec
 from fedveil.core import message
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from fedveil.core.message import Answer, Count, Refused, Shape, Size
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
@@ -57,7 +57,7 @@ class Qsgd(Codec):
             raise Refused("out of range", f"a code is above {2 * self.levels}, the highest level of {self.bits} bits")
 
     def encode(
-        self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], crowd: Crowd | None
+        self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], stack: ClientStack | None
     ) -> list[Quantised]:
         rows = []
         for update, seed in zip(updates, seeds, strict=True):

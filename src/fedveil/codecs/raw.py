@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedveil.codecs.base import Codec
 from fedveil.core import message
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from fedveil.core.message import Answer, Count, Weights
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
@@ -20,7 +20,7 @@ from fedveil.core.task import Task
 class Update(Answer, frozen=True):
     """w_k - w, and the number of records behind it."""
 
-    sums: ClassVar[bool] = True
+    additive: ClassVar[bool] = True
 
     update: Weights
     records: Count = 1
@@ -34,7 +34,7 @@ class Raw(Codec):
     payload: ClassVar[type[Answer]] = Update
 
     def encode(
-        self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], crowd: Crowd | None
+        self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], stack: ClientStack | None
     ) -> list[Update]:
         return [Update(row) for row in updates.cpu()]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fedveil.codecs.base import Codec
-from fedveil.codecs.fedsynth import FedSynth
+from fedveil.codecs.fedsynth import FedSynthCodec
 from fedveil.core import message
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from fedveil.core.message import Answer, Refused
 from fedveil.core.seeds import Seed, is_weak
 from fedveil.core.task import Task
@@ -28,10 +28,10 @@ class Tiers(Codec):
     """
 
     name: ClassVar[str] = "tiers"
-    downward: ClassVar[bool] = False
+    server_can_encode: ClassVar[bool] = False
 
-    strong: Codec = field(default_factory=FedSynth)
-    weak: Codec = field(default_factory=lambda: FedSynth(batches=2, fits=100))
+    strong: Codec = field(default_factory=FedSynthCodec)
+    weak: Codec = field(default_factory=lambda: FedSynthCodec(batches=2, fits=100))
     share: float = 0.5
 
     def __post_init__(self) -> None:
@@ -50,28 +50,30 @@ class Tiers(Codec):
     def needs(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.strong.needs
 
-    def of(self, client: int) -> Codec:
+    def for_client(self, client: int) -> Codec:
         return self.weak if is_weak(client, self.share) else self.strong
 
-    def refuse(self, task: Task) -> None:
-        self.strong.refuse(task)
-        self.weak.refuse(task)
+    def validate(self, task: Task) -> None:
+        self.strong.validate(task)
+        self.weak.validate(task)
 
     def exhibit(self, payload: Any) -> tuple[str, Tensor, Tensor] | None:
         return self.strong.exhibit(payload)
 
-    def encode(self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], crowd: Crowd | None) -> list[Any]:
-        assert crowd, "the server has one budget"
-        payloads: list[Any] = [None] * len(crowd)
+    def encode(
+        self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], stack: ClientStack | None
+    ) -> list[Any]:
+        assert stack, "the server has one budget"
+        payloads: list[Any] = [None] * len(stack)
         for codec in (self.strong, self.weak):
-            rows = [i for i, client in enumerate(crowd.clients) if self.of(client) is codec]
+            rows = [i for i, client in enumerate(stack.clients) if self.for_client(client) is codec]
             if rows:
-                part = replace(crowd, clients=tuple(crowd.clients[i] for i in rows), passes=0)
+                part = replace(stack, clients=tuple(stack.clients[i] for i in rows), passes=0)
                 for i, payload in zip(
                     rows, codec.encode(task, w[rows], updates[rows], [seeds[i] for i in rows], part), strict=True
                 ):
                     payloads[i] = payload
-                crowd.passes += part.passes
+                stack.passes += part.passes
         return payloads
 
     def decode(self, task: Task, w: Tensor, payloads: Sequence[Any]) -> Tensor:

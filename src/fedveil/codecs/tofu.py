@@ -12,8 +12,8 @@ from torch import Tensor
 from fedveil.codecs.base import Codec
 from fedveil.codecs.fit import PRECISIONS, WIDEST, Rounding, Variable, adam, check_points, cosine, normal, simplex
 from fedveil.core import message
-from fedveil.core.clients import Crowd
-from fedveil.core.forecast import Work
+from fedveil.core.clients import ClientStack
+from fedveil.core.forecast import Compute
 from fedveil.core.message import Answer, Count, Shape, Size
 from fedveil.core.seeds import Seed
 from fedveil.core.task import SECOND_DERIVATIVES, SOFT_LABELS, Task, cross_entropy
@@ -33,7 +33,7 @@ class Proxies(Answer, frozen=True):
 
 
 @dataclass(frozen=True)
-class Tofu(Codec):
+class TofuCodec(Codec):
     """Encode an update into the gradient of a few proxy points (section 3.2).
 
     channels, shrink: the paper's priors (section 3.4): fewer channels are replicated, smaller images upsampled
@@ -64,7 +64,7 @@ class Tofu(Codec):
         if self.decay not in ("steps", "late"):
             raise ValueError(f"tofu.decay is '{self.decay}'; use steps or late")
 
-    def refuse(self, task: Task) -> None:
+    def validate(self, task: Task) -> None:
         if not task.data.x.is_floating_point():
             raise ValueError(
                 "tofu fits its inputs by gradient, and tokens have none; use a codec such as qsgd or top-k"
@@ -80,8 +80,10 @@ class Tofu(Codec):
     def sizes(self, task: Task) -> Mapping[str, Size]:
         return {**task.sizes, "points": self.points, "proxy": self._proxy(task), "pixels": PRECISIONS[self.precision]}
 
-    def work(self) -> Work:
-        return Work(self.steps * self.points, vectors=5, held=2 * self.points)  # twice: the gradient is differentiated
+    def forecast_compute(self) -> Compute:
+        return Compute(
+            self.steps * self.points, vectors=5, held=2 * self.points
+        )  # twice: the gradient is differentiated
 
     def check(self, task: Task, payload: Proxies) -> None:
         check_points(payload.labels, payload.low, payload.high)
@@ -90,7 +92,7 @@ class Tofu(Codec):
         return "proxy images", payload.images, payload.labels
 
     def encode(
-        self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], crowd: Crowd | None
+        self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], stack: ClientStack | None
     ) -> list[Proxies]:
         images = normal(seeds, "images", (self.points, *self._proxy(task)), w.device)
         labels = normal(seeds, "labels", (self.points, task.data.classes), w.device)
@@ -110,12 +112,12 @@ class Tofu(Codec):
         scales = torch.stack(
             [torch.linalg.vector_norm(updates[:, a.start : a.stop], dim=1) for a in task.layout.layers], 1
         )
-        if crowd and self.cautious_after is not None and crowd.round > self.cautious_after:
+        if stack and self.cautious_after is not None and stack.round > self.cautious_after:
             scales *= (1 - misfit)[:, None].clamp(min=0)
         pixels, soft = Rounding.of(images, self.precision), labels.softmax(2)
         rows = (pixels.shrink(images), Rounding.unit(soft, self.precision).shrink(soft), alphas.softmax(1), scales)
-        if crowd:
-            crowd.passes += self.work().passes * len(updates)
+        if stack:
+            stack.passes += self.forecast_compute().passes * len(updates)
         return [
             Proxies(x, y, a, s, float(low), float(high))
             for x, y, a, s, low, high in zip(*(t.cpu() for t in rows), pixels.low, pixels.high, strict=True)

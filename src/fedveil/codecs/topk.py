@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedveil.codecs.base import Codec
 from fedveil.core import message
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from fedveil.core.message import Answer, Count, Refused, Shape, Size
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
@@ -52,7 +52,7 @@ class TopK(Codec):
             raise Refused("out of range", f"places are not ascending numbers below {task.layout.size}")
 
     def encode(
-        self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], crowd: Crowd | None
+        self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], stack: ClientStack | None
     ) -> list[Sparse]:
         places = updates.abs().topk(self.kept(task), dim=1).indices.sort(1).values
         values = updates.gather(1, places)

@@ -11,16 +11,16 @@ from torch import Tensor
 from fedveil.codecs.base import Codec
 from fedveil.codecs.qsgd import Qsgd
 from fedveil.core import message
-from fedveil.core.clients import Crowd
-from fedveil.core.forecast import Work
-from fedveil.core.message import Answer, Count, Envelope, Folded, Record, Refused, Size
+from fedveil.core.clients import ClientStack
+from fedveil.core.forecast import Compute
+from fedveil.core.message import Answer, Container, Count, Envelope, Record, Refused, Size
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
 from fedveil.links.agreed import CodeSpace
 
 
 @message.kind(22)
-class Squeezed(Answer, Folded, frozen=True):
+class Squeezed(Answer, Container, frozen=True):
     """A payload's frame, compressed."""
 
     data: bytes
@@ -42,7 +42,7 @@ class Zstd(Codec):
             raise ValueError("zstd.level is from 1 to 22")
         if isinstance(self.inner, CodeSpace):
             raise ValueError(f"zstd cannot be put around {self.inner.name}, whose codes are averaged as they are sent")
-        if not self.inner.downward:
+        if not self.inner.server_can_encode:
             raise ValueError(f"zstd cannot be put around {self.inner.name}, of which clients differ; put it within")
 
     @property
@@ -54,29 +54,29 @@ class Zstd(Codec):
         return self.inner.needs
 
     @property
-    def peeks(self) -> str:
-        return self.inner.peeks
+    def reads_records(self) -> str:
+        return self.inner.reads_records
 
-    def refuse(self, task: Task) -> None:
+    def validate(self, task: Task) -> None:
         _zstandard()
-        self.inner.refuse(task)
+        self.inner.validate(task)
 
     def sizes(self, task: Task) -> Mapping[str, Size]:
         """As many bytes as Zstandard can make of an inner frame: what cannot be compressed grows a little."""
         longest = message.size(message.blank(self.inner.payload, self.inner.sizes(task))) + 16  # a number may be longer
         return {**task.sizes, "bytes": longest + longest // 256 + 64}
 
-    def work(self) -> Work:
-        return self.inner.work()
+    def forecast_compute(self) -> Compute:
+        return self.inner.forecast_compute()
 
     def check(self, task: Task, payload: Squeezed) -> None:
         self.inner.check(task, self._read(task, payload))
 
     def encode(
-        self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], crowd: Crowd | None
+        self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], stack: ClientStack | None
     ) -> list[Squeezed]:
         coder = _zstandard().ZstdCompressor(level=self.level)
-        payloads = self.inner.encode(task, w, updates, seeds, crowd)
+        payloads = self.inner.encode(task, w, updates, seeds, stack)
         return [Squeezed(coder.compress(message.frame(payload, Envelope()))) for payload in payloads]
 
     def decode(self, task: Task, w: Tensor, payloads: Sequence[Squeezed]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The clients' side: a crowd answers one question together, and what each client remembers.
+"""The clients' side: a stack answers one question together, and what each client remembers.
 
 Every engine uses `Clients`: in simulation it holds all of them, in a deployment a stack of one.
 """
@@ -150,7 +150,7 @@ class Memory:
 
 
 @dataclass
-class Crowd:
+class ClientStack:
     """C clients that answer one question together. Everything per client is in the order of `clients`."""
 
     task: Task
@@ -337,7 +337,7 @@ class Clients:
         if not again:
             for letter in letters:
                 self._charged.pop((letter.client, letter.envelope.round, letter.envelope.serial), None)
-        table = {q.kind: q for q in self.method.answer}
+        table = {q.kind: q for q in self.method.handlers}
         for letter in letters:
             if letter.envelope.run != self.run:
                 raise Refused("wrong run", "the question is of another run")
@@ -350,7 +350,7 @@ class Clients:
         self._open_round(first.envelope.round)
         round_, serial = first.envelope.round, first.envelope.serial
         ids = tuple(letter.client for letter in letters)
-        crowd = Crowd(
+        stack = ClientStack(
             self.task,
             ids,
             round_,
@@ -364,21 +364,21 @@ class Clients:
             debug=self.debug,
         )
         try:
-            with crowd.followed(first.kind, first.payload):
-                answers = self.method.answer[type(question)](crowd, question)
+            with stack.followed(first.kind, first.payload):
+                answers = self.method.handlers[type(question)](stack, question)
             for letter, answer in zip(letters, answers, strict=True):
                 message.check(answer, {**self.method.schema(self.task, question, letter.client), **question.sizes()})
         except Exception as error:
-            if len(letters) > 1 or self.debug or not (self.discreet or crowd.charged) or _about_question(error):
+            if len(letters) > 1 or self.debug or not (self.discreet or stack.charged) or _about_question(error):
                 raise
             _log.warning("client %s gives no answer in round %s", ids[0], round_, exc_info=error)
             raise Unanswered from None
         replies = []
         for i, (letter, answer) in enumerate(zip(letters, answers, strict=True)):
-            figures = {name: values[i] for name, values in crowd.figures.items()}
+            figures = {name: values[i] for name, values in stack.figures.items()}
             frame = message.frame(answer, letter.envelope)
-            replies.append(Reply(letter.client, frame, passes=crowd.passes if i == 0 else 0, figures=figures))
-        for client, record in zip(ids, crowd.kept or (), strict=crowd.kept is not None):
+            replies.append(Reply(letter.client, frame, passes=stack.passes if i == 0 else 0, figures=figures))
+        for client, record in zip(ids, stack.kept or (), strict=stack.kept is not None):
             if record is not None:
                 self.memory.keep(client, round_, serial, record)
         return replies

@@ -25,19 +25,19 @@ import torch
 from torch import Tensor
 
 from fedveil.core import message
-from fedveil.core.clients import Clients, Crowd, Letter, Reply
-from fedveil.core.forecast import Turn, Work
+from fedveil.core.clients import Clients, ClientStack, Letter, Reply
+from fedveil.core.forecast import Compute, Turn
 from fedveil.core.ledger import Ledger, Result, Row, Stage
-from fedveil.core.message import Answer, Envelope, Folded, Question, Refused, Size, Weights
+from fedveil.core.message import Answer, Container, Envelope, Question, Refused, Size, Weights
 from fedveil.core.seeds import Seed
 from fedveil.core.task import GRADIENTS, RECORD_GRADIENTS, Task
 from fedveil.privacy.account import AUTO, Account, Tally
 from fedveil.privacy.secagg.identity import Identities
 from fedveil.privacy.secagg.protocol import SecureSum, Sum
-from fedveil.runs.folder import RunFolder, fingerprint, refuse_another
+from fedveil.runs.folder import RunFolder, fingerprint, validate_same
 
 
-class State(Folded, frozen=True):
+class State(Container, frozen=True):
     """What the server knows between rounds. A method adds fields; `weights` is what is evaluated and published."""
 
     weights: Weights
@@ -46,16 +46,16 @@ class State(Folded, frozen=True):
 class Method:
     """What crosses the wire. Subclasses are frozen dataclasses of hyper-parameters with three functions.
 
-    begin(task)             -> state      the server's first state
-    round(state, cohort)    -> state      the server: ask the cohort, merge what comes back
-    answer[type(question)]  : (crowd, question) -> one answer a client of the crowd, in its order
+    init_state(task)          -> state    the server's first state
+    round(state, cohort)      -> state    the server: ask the cohort, merge what comes back
+    handlers[type(question)]  : (stack, question) -> one answer for each client of the stack, in its order
 
     A subclass that states a `name` is entered in the `registry` and can be used in recipes under it.
     """
 
     name: ClassVar[str]
     about: ClassVar[About]
-    lacks: ClassVar[Mapping[str, str]] = {}  # why a key that other methods have is none of this one's
+    unsupported: ClassVar[Mapping[str, str]] = {}  # why a key that other methods have is none of this one's
     registry: ClassVar[dict[str, type[Method]]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -63,7 +63,7 @@ class Method:
             cls.registry[cls.name] = cls
 
     @property
-    def fewest(self) -> int:
+    def min_clients(self) -> int:
         """The smallest cohort with which a round can work."""
         return 1
 
@@ -80,22 +80,22 @@ class Method:
         own = (RECORD_GRADIENTS,) if getattr(self, "privacy", None) else (GRADIENTS,)
         return *own, *(need for codec in codecs if codec for need in codec.needs)
 
-    def price(self, task: Task) -> Account | None:
+    def client_cost(self, task: Task) -> Account | None:
         """What an answer costs a client that makes it private itself; None where it does not."""
         return None
 
-    def account(self, task: Task, cohort: Sampling) -> Account | None:
+    def account(self, task: Task, cohort: CohortSampler) -> Account | None:
         """What an answer costs in differential privacy; None where none is promised."""
-        return self.price(task)
+        return self.client_cost(task)
 
-    def begin(self, task: Task) -> State:
+    def init_state(self, task: Task) -> State:
         raise NotImplementedError
 
     def round(self, state: Any, cohort: Cohort) -> State:
         raise NotImplementedError
 
     @property
-    def answer(self) -> Mapping[type[Question], Callable[[Crowd, Any], Sequence[Answer]]]:
+    def handlers(self) -> Mapping[type[Question], Callable[[ClientStack, Any], Sequence[Answer]]]:
         raise NotImplementedError
 
     def reply(self, question: Question) -> type[Answer]:
@@ -106,13 +106,13 @@ class Method:
         """What the dimension names in the answer to `question` stand for; by default the task's own."""
         return task.sizes
 
-    def questions(self, task: Task, turn: Turn) -> list[Question]:
+    def forecast_messages(self, task: Task, turn: Turn) -> list[Question]:
         """What a client will be asked in a turn, without values; by default every kind of question, once."""
-        return [message.blank(kind, task.sizes) for kind in self.answer]
+        return [message.blank(kind, task.sizes) for kind in self.handlers]
 
-    def work(self, turn: Turn) -> Work:
+    def forecast_compute(self, turn: Turn) -> Compute:
         """What the answers to these questions will take; by default nothing worth counting."""
-        return Work()
+        return Compute()
 
 
 METHODS = Method.registry
@@ -144,7 +144,7 @@ class About:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class CohortSampler:
     """Who is asked each round, and what goes wrong on the way."""
 
     size: int = 10
@@ -186,14 +186,14 @@ class BelowQuorum(Exception):
     """Too few answers: the round ends here and the state stays what it was."""
 
 
-class Starved(RuntimeError):
+class NoUsableAnswers(RuntimeError):
     """Round after round without an answer that could be used: the run ends here."""
 
     @staticmethod
-    def after(ledger: Ledger) -> Starved:
+    def after(ledger: Ledger) -> NoUsableAnswers:
         rounds = sum(1 for _ in takewhile(_unanswered, reversed(ledger.rows)))
         told = f"no client answered for {rounds} round{'s' if rounds > 1 else ''}"
-        return Starved(f"{told}; the last reasons were: {_grouped(ledger.rows[-1].missing.values())}")
+        return NoUsableAnswers(f"{told}; the last reasons were: {_grouped(ledger.rows[-1].missing.values())}")
 
 
 class Answers(Mapping[int, Any]):
@@ -233,7 +233,7 @@ class _Round:
     task: Task
     method: Method
     engine: Engine
-    plan: Sampling
+    sampler: CohortSampler
     run: bytes
     seed: Seed
     row: Row
@@ -276,7 +276,7 @@ class Cohort:
     @property
     def expected(self) -> int:
         """How many clients a round is meant to have: a public number, however many there are."""
-        return min(self._shared.plan.size, len(self.task.clients))
+        return min(self._shared.sampler.size, len(self.task.clients))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -293,7 +293,7 @@ class Cohort:
         """How many rounds come after this one."""
         return self._shared.rounds - self.round
 
-    def refuse(self, client: int, why: Refused) -> None:
+    def reject(self, client: int, why: Refused) -> None:
         """Note that a client's answer, though well formed, cannot be used."""
         self._shared.row.missing[str(client)] = f"refused: {why}"
 
@@ -328,7 +328,7 @@ class Cohort:
     def ask_sum(self, question: Question, how: SecureSum) -> Sum:
         """Ask every client and learn the weighted sum of their answers, and nothing else of them.
 
-        The method enters the question in its `answer` through `how.stages`. Raises `BelowQuorum` if too few are left.
+        The method enters the question in its `handlers` through `how.stages`. Raises `BelowQuorum` if too few are left.
         """
         from fedveil.privacy.secagg.server import ask_sum
 
@@ -372,7 +372,7 @@ class Cohort:
                 missing[client] = fate
             else:
                 letters.append(letter)
-        replies = shared.engine.deliver(letters, shared.plan.deadline) if letters else ()
+        replies = shared.engine.deliver(letters, shared.sampler.deadline) if letters else ()
         answers = self._receive(replies, questions, serial, missing)
         for letter in letters:
             if letter.client not in answers:
@@ -382,20 +382,20 @@ class Cohort:
 
     def require(self, usable: int, asked: int) -> None:
         """Raise `BelowQuorum` if of the clients asked too few gave an answer that can be used."""
-        needed = min(self._shared.plan.needed(len(self._shared.row.cohort)), asked)
+        needed = min(self._shared.sampler.needed(len(self._shared.row.cohort)), asked)
         if usable < needed:
             raise BelowQuorum(f"{usable} of {asked} answers can be used, {needed} are needed")
 
     def _fate(self, client: int, serial: int) -> str:
         """Simulated drop-outs and latency: part of the public randomness, so the same on every engine."""
-        plan = self._shared.plan
-        if not plan.drop and not plan.latency:
+        sampler = self._shared.sampler
+        if not sampler.drop and not sampler.latency:
             return ""
         rng = self.seed.child("client", client, "fate", serial).numpy()
-        if rng.random() < plan.drop:
+        if rng.random() < sampler.drop:
             return "dropped"
-        wait = rng.exponential(plan.latency) if plan.latency else 0.0
-        return f"late: {wait:.3g} s" if plan.deadline is not None and wait > plan.deadline else ""
+        wait = rng.exponential(sampler.latency) if sampler.latency else 0.0
+        return f"late: {wait:.3g} s" if sampler.deadline is not None and wait > sampler.deadline else ""
 
     def _receive(
         self, replies: Iterable[Reply], questions: Mapping[int, Question], serial: int, missing: dict[int, str]
@@ -456,7 +456,7 @@ class Federation:
     task: Task
     method: Method
     engine: Engine
-    plan: Sampling
+    sampler: CohortSampler
     seed: Seed
     evaluate_every: int = 1
     run: bytes = field(default_factory=lambda: secrets.token_bytes(8))
@@ -479,10 +479,10 @@ class Federation:
             promise = account.promise
             row.noise, row.relation, row.colluders = promise.sigma, promise.relation, account.colluders
         who = self.clients.identities
-        shared = _Round(self.task, self.method, self.engine, self.plan, self.run, seed, row, rounds, who, secret)
+        shared = _Round(self.task, self.method, self.engine, self.sampler, self.run, seed, row, rounds, who, secret)
         cohort, self.exhibits = Cohort(ids, shared), shared.exhibits
         try:
-            if not ids and self.method.fewest:
+            if not ids and self.method.min_clients:
                 raise BelowQuorum("the draw chose nobody")
             after = self.method.round(state, cohort)
             if problem := _unusable(after):
@@ -502,7 +502,7 @@ class Federation:
     def drawn(self, number: int, secret: Seed) -> tuple[int, ...]:
         """The cohort of a round: public, unless being drawn is what differential privacy hides."""
         hidden = self.tally is not None and self.tally.account.everyone
-        return self.plan.draw(self.task, (secret if hidden else self.seed.child("round", number)).child("cohort"))
+        return self.sampler.draw(self.task, (secret if hidden else self.seed.child("round", number)).child("cohort"))
 
     def exhausted(self, number: int) -> bool:
         """Whether this round would exceed the budget of differential privacy."""
@@ -518,7 +518,7 @@ def run(
     method: Method,
     *,
     rounds: int = 20,
-    cohort: Sampling | int = 10,
+    cohort: CohortSampler | int = 10,
     seed: int = 0,
     engine: Engine | None = None,
     evaluate_every: int = 1,
@@ -534,7 +534,7 @@ def run(
 
     Where the method's noise is "auto", it is what `settle` finds for these rounds.
 
-    cohort:   how many clients a round, or a `Sampling`
+    cohort:   how many clients a round, or a `CohortSampler`
     target:   stop when test accuracy reaches it
     patience: stop when so many rounds in a row had no answer that could be used
     folder:   where ledger and checkpoints go; a folder that holds a checkpoint is continued from it
@@ -542,11 +542,11 @@ def run(
     stop:     asked after each round; True ends the run there
     identities: whose signatures a secure sum accepts; by default those of simulated clients, which prove nothing
     """
-    from fedveil.engines.local import Local
+    from fedveil.engines.local import LocalEngine
 
-    plan = cohort if isinstance(cohort, Sampling) else Sampling(size=cohort)
-    engine = Local() if engine is None else engine
-    method = settle(task, method, plan, rounds, seed)
+    sampler = cohort if isinstance(cohort, CohortSampler) else CohortSampler(size=cohort)
+    engine = LocalEngine() if engine is None else engine
+    method = settle(task, method, sampler, rounds, seed)
     if target is not None and not task.scores:
         raise ValueError(
             f"target is {target:g}, but the model's outputs are not class scores, so there is no accuracy; leave it out"
@@ -559,17 +559,17 @@ def run(
         secret = None if insecure_test_noise is None else private_root(insecure_test_noise)
         options: dict[str, Any] = {"run": saved.run} if saved else {}
         options |= {"secret": secret, "identities": identities}
-        federation = Federation(task, method, engine, plan, Seed.root(seed), evaluate_every, **options)
+        federation = Federation(task, method, engine, sampler, Seed.root(seed), evaluate_every, **options)
         at_the_end.callback(engine.close)
-        state, done = begin(task, method, plan), 0
+        state, done = init_state(task, method, sampler), 0
         if home:
-            home.decided |= decided(task, method, plan, seed, rounds, insecure_test_noise)
+            home.decided |= decided(task, method, sampler, seed, rounds, insecure_test_noise)
         if home and saved:
-            refuse_another(home.path, saved.decided, home.decided)
+            validate_same(home.path, saved.decided, home.decided)
             state, done = _onto(saved.state, task.device), saved.round
             federation.clients.memory.entries = saved.memory
         ledger = home.ledger(done) if home else Ledger()
-        if account := method.account(task, plan):
+        if account := method.account(task, sampler):
             federation.tally = Tally(account, home.asking) if home else Tally(account)
             federation.tally.recall(home.asked(done) if home else [])
             ledger.tally = federation.tally
@@ -599,24 +599,24 @@ def run(
                 why = _grouped(row.missing.values())
                 warnings.warn(f"no client answered in round {number}: {why}", RuntimeWarning, stacklevel=2)
             if failed >= patience:
-                raise Starved.after(ledger)
+                raise NoUsableAnswers.after(ledger)
             stopped = "target" if _reached(row, target) else "interrupt" if stop() else ""
         if learned_nothing(ledger):
             warnings.warn(nothing_learned(ledger), RuntimeWarning, stacklevel=2)
         return Result(method.name, state.weights.cpu(), ledger, task, stopped or "rounds")
 
 
-def settle(task: Task, method: Method, cohort: Sampling | int, rounds: int, seed: int = 0) -> Method:
+def settle(task: Task, method: Method, cohort: CohortSampler | int, rounds: int, seed: int = 0) -> Method:
     """The method with a number in place of noise "auto": the least with which all rounds stay within the budget.
 
     It depends on how often the client that is drawn most often will be asked, which the seed decides.
     """
-    plan = cohort if isinstance(cohort, Sampling) else Sampling(size=cohort)
+    sampler = cohort if isinstance(cohort, CohortSampler) else CohortSampler(size=cohort)
     for key in ("privacy", "user_privacy"):
         promise = getattr(method, key, None)
         if promise is not None and promise.noise == AUTO:
-            account: Account = _with_noise(method, key, TRIAL).account(task, plan)
-            answers = rounds if account.everyone else _most_asked(task, plan, rounds, Seed.root(seed))
+            account: Account = _with_noise(method, key, TRIAL).account(task, sampler)
+            answers = rounds if account.everyone else _most_asked(task, sampler, rounds, Seed.root(seed))
             settled: Method = _with_noise(method, key, account.least_noise(answers))
             return settled
     return method
@@ -636,14 +636,14 @@ def _with_noise(method: Any, key: str, noise: float) -> Any:
     return replace(method, **{key: replace(getattr(method, key), noise=noise)})
 
 
-def _most_asked(task: Task, cohort: Sampling, rounds: int, seed: Seed) -> int:
+def _most_asked(task: Task, cohort: CohortSampler, rounds: int, seed: Seed) -> int:
     """How often the client that is drawn most often is asked."""
     drawn = Counter(k for n in range(1, rounds + 1) for k in cohort.draw(task, seed.child("round", n, "cohort")))
     return max(drawn.values(), default=1)
 
 
 def decided(
-    task: Task, method: Method, cohort: Sampling, seed: int, rounds: int, noise: int | None
+    task: Task, method: Method, cohort: CohortSampler, seed: int, rounds: int, noise: int | None
 ) -> dict[str, bytes]:
     """Fingerprints of what decides a run, by name: one that is resumed must share them."""
     data, sample = task.data, max(1, task.data.x.numel() // SAMPLED)
@@ -671,14 +671,17 @@ def _grouped(reasons: Iterable[str]) -> str:
     return ", ".join(same[0] if len(same) == 1 else f"{len(same)} × {same[0]}" for same in alike.values())
 
 
-def begin(task: Task, method: Method, cohort: Sampling) -> State:
+def init_state(task: Task, method: Method, cohort: CohortSampler) -> State:
     """The state before the first round. A ValueError says what does not suit the task or the cohort."""
-    most = len(task.clients) if cohort.kind == "poisson" else min(cohort.size, len(task.clients))
-    if most < method.fewest:
-        raise ValueError(f"a round has {most} clients at most, and {method.name} so set needs {method.fewest}")
+    largest = len(task.clients) if cohort.kind == "poisson" else min(cohort.size, len(task.clients))
+    if largest < method.min_clients:
+        raise ValueError(
+            f"{method.name} with these settings needs at least {method.min_clients} clients per round, but a round has "
+            f"at most {largest}; raise cohort.size"
+        )
     if account := method.account(task, cohort):
-        account.refuse()
-    state = method.begin(task)
+        account.validate()
+    state = method.init_state(task)
     for operation in method.needs:
         task.require(operation, method.name)
     return state

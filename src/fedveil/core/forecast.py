@@ -19,12 +19,12 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Work:
+class Compute:
     """What a turn takes besides messages. Works that follow each other are added."""
 
     passes: int = 0  # records run forward and backward
     vectors: int = 3  # of the weights' size, held at once: weights, gradient, update
     held: int = 1  # records whose activations are held at once
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.passes + other.passes, max(self.vectors, other.vectors), max(self.held, other.held))
+    def __add__(self, other: Compute) -> Compute:
+        return Compute(self.passes + other.passes, max(self.vectors, other.vectors), max(self.held, other.held))

@@ -74,13 +74,17 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """A closed, typed, immutable set of numbers. Subclasses state the schema beside each field."""
 
     kind: ClassVar[int]
-    common: ClassVar[tuple[str, ...] | None] = None  # which fields of a client's memory are the server's (Crowd.basis)
+    common: ClassVar[tuple[str, ...] | None] = (
+        None  # which fields of a client's memory are the server's (ClientStack.basis)
+    )
 
 
 class Answer(Record, frozen=True):
     """What a client sends to the server."""
 
-    sums: ClassVar[bool] = False  # whether answers add up, tensor by tensor, and a sum of them is all that is needed
+    additive: ClassVar[bool] = (
+        False  # whether answers add up, tensor by tensor, and a sum of them is all that is needed
+    )
 
 
 class Question(Record, frozen=True):
@@ -201,7 +205,7 @@ def _head(record: Record) -> tuple[bytes, list[Tensor]]:
         return (_CODE[value.dtype], tuple(value.shape))
 
     head = msgspec.msgpack.encode(record, enc_hook=hoist)
-    if len(head) > _HEAD_LIMIT and not isinstance(record, Folded):
+    if len(head) > _HEAD_LIMIT and not isinstance(record, Container):
         raise ValueError(f"{type(record).__name__} has {len(head)} bytes of scalars; put long lists into a tensor")
     return head, tensors
 
@@ -237,7 +241,7 @@ def unpack(payload: bytes | memoryview, record: type[R]) -> R:
     (length,) = _LENGTH.unpack_from(view)
     if length > len(view) - _LENGTH.size:
         raise Refused("truncated", f"a head of {length} bytes in a frame with {len(view) - _LENGTH.size} left")
-    if length > _HEAD_LIMIT and not issubclass(record, Folded):
+    if length > _HEAD_LIMIT and not issubclass(record, Container):
         raise Refused("too large", f"a head of {length} bytes; at most {_HEAD_LIMIT} are read")
     end = _LENGTH.size + length
     at = body = end + -end % 8
@@ -290,7 +294,7 @@ with warnings.catch_warnings():  # torch says once that bytes are read-only; so,
     torch.frombuffer(bytes(1), dtype=torch.uint8)
 
 
-class Folded(Record, frozen=True):
+class Container(Record, frozen=True):
     """A record whose head may be long because it holds other frames (a checkpoint)."""
 
 

@@ -128,12 +128,12 @@ class Task:
         loss: str | Loss = "cross-entropy",
         device: str | torch.device = "cpu",
     ) -> None:
-        _refuse_impure(model, data.x[:2])
+        _validate_pure(model, data.x[:2])
         self.device = torch.device(device)
         self.data, self.clients = data, split
         self.loss = LOSSES[loss] if isinstance(loss, str) else loss
         with _exactly():
-            _refuse_mixing(self.loss, model, data)
+            _validate_unmixed(self.loss, model, data)
         self.scores = _class_scores(self.loss, model, data)
         self.x, self.y = data.x.to(self.device), data.y.to(self.device)
         self.test_x, self.test_y = data.test_x.to(self.device), data.test_y.to(self.device)
@@ -371,7 +371,7 @@ MIXES = "mixes the records of a batch, so that padding changes a client's update
 INSTEAD = "nn.GroupNorm, nn.LayerNorm or nn.InstanceNorm without running statistics"
 
 
-def _refuse_impure(model: nn.Module, x: Tensor) -> None:
+def _validate_pure(model: nn.Module, x: Tensor) -> None:
     """Refuse a model whose output depends on anything but its weights and its input, and say what to use instead."""
     if not any(True for _ in model.parameters()):
         raise ValueError("the model has no parameters; there is nothing to train")
@@ -409,7 +409,7 @@ def _refuse_impure(model: nn.Module, x: Tensor) -> None:
         )
 
 
-def _refuse_mixing(loss: Loss, model: nn.Module, data: Data) -> None:
+def _validate_unmixed(loss: Loss, model: nn.Module, data: Data) -> None:
     """Refuse a model or a loss in which the records of a batch change each other's loss, as padding then would too."""
     chosen = torch.linspace(0, len(data.x) - 1, min(4, len(data.x))).long()
     x, y = data.x[chosen], data.y[chosen]

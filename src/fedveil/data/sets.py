@@ -158,17 +158,19 @@ def cifar10(folder: Path, fetch: bool) -> Data:
     return from_tensors(x, y, *parts[5], labels=labels, mean=mean, std=std, name="cifar10")
 
 
-def shakespeare(folder: Path, fetch: bool, *, length: int = 80, least: int = 2) -> Data:
+def shakespeare(folder: Path, fetch: bool, *, length: int = 80, min_windows: int = 2) -> Data:
     """Next characters in Shakespeare's plays; a group is a speaking role.
 
     The roles are those of a public-domain edition of 37 plays, **not LEAF's**: figures do not compare with LEAF's.
     A role's lines, joined by newlines, are cut into windows of `length` characters that do not overlap; a record is
     a window (tokens int64 [length], places in `VOCABULARY`) with, as y, the character that follows each of its own.
     The last fifth of a role's windows, rounded up, is for testing, so each role is trained and tested on; roles with
-    fewer than `least` windows are dropped.
+    fewer than `min_windows` windows are dropped.
     """
-    if length < 1 or least < 2:
-        raise ValueError(f"A window has length {length} and a role at least {least}; use 1 or more, and 2 or more.")
+    if length < 1 or min_windows < 2:
+        raise ValueError(
+            f"A window has length {length} and a role at least {min_windows} windows; use 1 or more, and 2 or more."
+        )
     (path,) = files.require("shakespeare", folder, ["shakespeare_roles_mit.json"], fetch)
     table = np.full(128, VOCABULARY.index(" "))
     table[[ord(character) for character in VOCABULARY]] = np.arange(len(VOCABULARY))
@@ -178,7 +180,7 @@ def shakespeare(folder: Path, fetch: bool, *, length: int = 80, least: int = 2) 
     for lines in files.parse_roles(files.read(path), path).values():
         codes = np.frombuffer("\n".join(lines).encode("utf-32-le", "surrogatepass"), "<u4")
         windows = (len(codes) - 1) // length
-        if windows < least:
+        if windows < min_windows:
             continue
         tokens = table[np.minimum(codes, 127)][: windows * length + 1]
         pairs = np.stack([tokens[:-1], tokens[1:]]).reshape(2, windows, length)
@@ -187,7 +189,9 @@ def shakespeare(folder: Path, fetch: bool, *, length: int = 80, least: int = 2) 
         train.append(pairs[:, :kept])
         test.append(pairs[:, kept:])
     if not groups:
-        raise ValueError(f"No role in {path} has {least} windows of {length} characters; lower least or length.")
+        raise ValueError(
+            f"No role in {path} has {min_windows} windows of {length} characters; lower min_windows or length."
+        )
     return from_tensors(
         *np.concatenate(train, axis=1),
         *np.concatenate(test, axis=1),

@@ -34,7 +34,7 @@ class Split:
     order: Ints  # [N] record indices, client by client
     starts: Ints  # [K + 1]
     kind: str
-    most: int | None = None  # the public bound on a client's records; where it is None, what the largest holds
+    max_records: int | None = None  # the public bound on a client's records; where it is None, what the largest holds
     held: tuple[tuple[int, ...], ...] | None = None  # the classes of each client, where they are public
 
     def __post_init__(self) -> None:
@@ -44,12 +44,14 @@ class Split:
             raise ValueError(f"The starts of a split do not go from 0 to its {len(self.order):,} records.")
         if (self.sizes < 1).any():
             raise ValueError(f"Client {int(np.argmin(self.sizes))} of a {self.kind!r} split holds no record.")
-        self._check_most()
+        self._check_max_records()
 
-    def _check_most(self) -> None:
-        if self.most is not None and self.sizes.max() > self.most:
+    def _check_max_records(self) -> None:
+        if self.max_records is not None and self.sizes.max() > self.max_records:
             k = int(np.argmax(self.sizes))
-            raise ValueError(f"Client {k} holds {self.sizes[k]:,} records, but split.most is {self.most:,}; raise it.")
+            raise ValueError(
+                f"Client {k} holds {self.sizes[k]:,} records, but split.max_records is {self.max_records:,}; raise it."
+            )
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -68,7 +70,7 @@ class Split:
     @property
     def largest(self) -> int:
         """The most records that any client may hold, which is public."""
-        return int(self.sizes.max()) if self.most is None else self.most
+        return int(self.sizes.max()) if self.max_records is None else self.max_records
 
     def counts(self, y: Tensor | Ints, classes: int) -> Ints:
         """How many records of each class each client holds, [K, classes], for labels y [n]."""
@@ -129,7 +131,11 @@ class Share(Split):
 
     @staticmethod
     def of(
-        client: int | None, clients: int, records: int, most: int, held: tuple[tuple[int, ...], ...] | None = None
+        client: int | None,
+        clients: int,
+        records: int,
+        max_records: int,
+        held: tuple[tuple[int, ...], ...] | None = None,
     ) -> Share:
         """Client `client` of `clients` holds all `records` records of its data set; None is the server, with none."""
         if client is not None and not 0 <= client < clients:
@@ -137,10 +143,10 @@ class Share(Split):
         starts = np.zeros(clients + 1, np.int64)
         if client is not None:
             starts[client + 1 :] = records
-        return Share(np.arange(starts[-1]), starts, "held", most, held)
+        return Share(np.arange(starts[-1]), starts, "held", max_records, held)
 
     def __post_init__(self) -> None:
-        self._check_most()
+        self._check_max_records()
 
     def __getitem__(self, k: int) -> Ints:
         own = super().__getitem__(k)
@@ -149,14 +155,16 @@ class Share(Split):
         return own
 
 
-def split(kind: str, data: Data, clients: int | None, seed: Seed, *, most: int | None = None, **options: Any) -> Split:
+def split(
+    kind: str, data: Data, clients: int | None, seed: Seed, *, max_records: int | None = None, **options: Any
+) -> Split:
     """The split of `kind` (`SPLITS`); `options` are the keyword-only parameters of its function.
 
     A 'natural' split has as many clients as the data have groups: `clients` is then None or that number.
 
-    most: the public bound on how many records a client may hold; differential privacy of records needs one
+    max_records: the public bound on how many records a client may hold; differential privacy of records needs one
     """
-    return replace(_split(kind, data, clients, seed, **options), most=most)
+    return replace(_split(kind, data, clients, seed, **options), max_records=max_records)
 
 
 def _split(kind: str, data: Data, clients: int | None, seed: Seed, **options: Any) -> Split:
@@ -180,15 +188,15 @@ def iid(data: Data, clients: int, seed: Seed) -> Split:
     return Split(order, _even(len(order), clients), "iid")
 
 
-def dirichlet(data: Data, clients: int, seed: Seed, *, alpha: float = 0.3, least: int = 1) -> Split:
+def dirichlet(data: Data, clients: int, seed: Seed, *, alpha: float = 0.3, min_records: int = 1) -> Split:
     """Each class is divided over the clients in proportions drawn from a symmetric Dirichlet(alpha).
 
     Small alpha: few clients hold most of a class; large alpha: like IID. Clients that come out with fewer than
-    `least` records are then filled up with records drawn at random from those that hold most.
+    `min_records` records are then filled up with records drawn at random from those that hold most.
     """
     if not 0 < alpha < math.inf:
         raise ValueError(f"alpha is {alpha}, but a Dirichlet split needs a number above 0.")
-    _check_clients("dirichlet", data, clients, least)
+    _check_clients("dirichlet", data, clients, min_records)
     rng = seed.child("split").numpy()
     records = rng.permutation(len(data.y))
     y = _labels("dirichlet", data)[records]
@@ -197,7 +205,7 @@ def dirichlet(data: Data, clients: int, seed: Seed, *, alpha: float = 0.3, least
         mine = rng.permutation(np.flatnonzero(y == label))
         shares = rng.dirichlet(np.full(clients, alpha)).cumsum()
         owner[mine] = np.searchsorted(shares[:-1], (np.arange(len(mine)) + rng.random()) / len(mine))
-    return _grouped(records, _filled_up(owner, clients, least), clients, "dirichlet")
+    return _grouped(records, _filled_up(owner, clients, min_records), clients, "dirichlet")
 
 
 def by_classes(data: Data, clients: int, seed: Seed, *, classes: int = 2) -> Split:
@@ -296,10 +304,10 @@ def _grouped(records: Ints, owner: Ints, clients: int, kind: str) -> Split:
     return Split(records[np.argsort(owner, kind="stable")], starts, kind)
 
 
-def _filled_up(owner: Ints, clients: int, least: int) -> Ints:
-    """`owner` [N], changed so that each client has `least` records; those with most give, down to a common level."""
+def _filled_up(owner: Ints, clients: int, min_records: int) -> Ints:
+    """`owner` [N], changed so that each client has `min_records`; those with most give, down to a common level."""
     sizes = np.bincount(owner, minlength=clients)
-    lacking = np.maximum(least - sizes, 0)
+    lacking = np.maximum(min_records - sizes, 0)
     needed = int(lacking.sum())
     if needed == 0:
         return owner

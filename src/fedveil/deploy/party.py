@@ -88,7 +88,7 @@ def _serve(grid: Grid, context: Context, path: Path, load: Load, log: logging.Lo
     task = plan.party(load(None, plan.split.clients), None, str(config["device"]))
     nodes = int(config["nodes"]) or plan.split.clients
     with closing(RunFolder(Path(str(config["out"])))) as folder:
-        _refuse_another(folder, plan)
+        _validate_same(folder, plan)
         claims = Claims(Path(str(config.get("roster", "roster.json"))), folder.path / "nodes.json")
         folder.describe(plan.toml(), environment(engine=DEPLOYED, nodes=nodes))
         result = fedveil.run(
@@ -118,7 +118,7 @@ def _logger() -> logging.Logger:
     return log
 
 
-def _refuse_another(folder: RunFolder, plan: Recipe) -> None:
+def _validate_same(folder: RunFolder, plan: Recipe) -> None:
     """A run goes on with the recipe it began with, but for the number of rounds."""
     if folder.checkpoints():
         before = recipe.read(os.fspath(folder.path / "recipe.toml"))

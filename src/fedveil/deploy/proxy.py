@@ -30,16 +30,16 @@ def longest(plan: Recipe, data: Data) -> int:
 
     data: any records of the recipe's kind; only their shapes and the number of classes count
     """
-    most, clients = plan.split.most or 1, plan.split.clients
-    chosen = torch.arange(max(1, min(most, data.classes)))  # whoever holds every class sends the most
+    largest, clients = plan.split.max_records or 1, plan.split.clients
+    chosen = torch.arange(max(1, min(largest, data.classes)))  # whoever holds every class sends the most
     y = chosen if data.y.dim() == 1 else data.y[chosen % len(data.y)]
     task = plan.party(dataclasses.replace(data, x=data.x[chosen % len(data.x)], y=y, groups=None), 0)
     together = tuple(range(clients if plan.cohort.kind == "poisson" else min(plan.cohort.size, clients)))
     found = 0
     for client in range(clients):
-        task.clients = Share.of(client, clients, len(chosen), most)
+        task.clients = Share.of(client, clients, len(chosen), largest)
         for number in (1, plan.rounds):
-            turn = Turn(client, most, number, plan.rounds, number - 1, together, most)
+            turn = Turn(client, largest, number, plan.rounds, number - 1, together, largest)
             found = max(found, _answer(plan, task, turn))
     return found
 
@@ -47,7 +47,7 @@ def longest(plan: Recipe, data: Data) -> int:
 def _answer(plan: Recipe, task: Task, turn: Turn) -> int:
     """The longest answer of a turn."""
     method, found = plan.method, 0
-    for question in method.questions(task, turn):
+    for question in method.forecast_messages(task, turn):
         sizes = {**method.schema(task, question, turn.client), **question.sizes()}
         found = max(found, message.size_limit(method.reply(question), sizes))
     return found

@@ -229,7 +229,7 @@ def planned(folder: Path) -> tuple[Recipe, str]:
     return _read(path)
 
 
-def refuse_another(folder: Path, plan: Recipe) -> None:
+def validate_same(folder: Path, plan: Recipe) -> None:
     """Raise a ValueError if the run in `folder` began with another recipe."""
     before = folder / "run" / "recipe.toml"
     if held(folder).rows and before.is_file() and _read(before)[0].fingerprint() != plan.fingerprint():

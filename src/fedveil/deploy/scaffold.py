@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from fedveil import data
-from fedveil.core.federation import begin
+from fedveil.core.federation import init_state
 from fedveil.runs.recipe import Recipe
 
 ABSENT = "Flower is not installed; run: pip install 'fedveil[flower]'"
@@ -18,7 +18,7 @@ COPIED = ("README.md", "pyproject.toml", "app/__init__.py", "app/server.py", "ap
 IGNORED = ("keys/", "certificates/", "clients/", "run/", "logs/", ".lock", "__pycache__/")
 HEAD = """\
 # Everybody has this file: the server and every client. Public are thus all of its keys, among them
-# split.clients, how many clients there are, and split.most, the most records that one of them may hold.
+# split.clients, how many clients there are, and split.max_records, the most records that one of them may hold.
 
 """
 
@@ -58,10 +58,12 @@ def fitted(plan: Recipe, clients: int) -> tuple[Recipe, data.Data]:
         raise ValueError(f"{plan.task.data} has {len(task.clients)} natural clients, not {clients}; use fewer")
     plan = dataclasses.replace(
         plan,
-        split=dataclasses.replace(plan.split, most=plan.split.most or task.largest, held=_listed(task.clients.held)),
+        split=dataclasses.replace(
+            plan.split, max_records=plan.split.max_records or task.largest, held=_listed(task.clients.held)
+        ),
         cohort=dataclasses.replace(plan.cohort, size=min(plan.cohort.size, clients)),
     )
-    begin(plan.party(loaded, None), plan.method, plan.cohort)  # says what does not suit
+    init_state(plan.party(loaded, None), plan.method, plan.cohort)  # says what does not suit
     return plan, loaded
 
 

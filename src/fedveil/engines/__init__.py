@@ -1,6 +1,6 @@
 """Where clients live."""
 
 from fedveil.engines import kept
-from fedveil.engines.local import Local
+from fedveil.engines.local import LocalEngine
 
-__all__ = ["Local", "kept"]
+__all__ = ["LocalEngine", "kept"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedveil.core import message
 from fedveil.core.clients import Clients, Spent
-from fedveil.core.message import Envelope, Folded, Record, Refused
+from fedveil.core.message import Container, Envelope, Record, Refused
 from fedveil.privacy.secagg.protocol import Secrets
 from fedveil.runs.folder import Remembered, digested, undigested, unfold, write
 
@@ -41,7 +41,7 @@ class Note(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 @message.kind(46)
-class Kept(Folded, frozen=True):
+class Kept(Container, frozen=True):
     """A client between two questions: the round it is in, what it remembers, and what it noted in this round."""
 
     round: int

@@ -35,7 +35,7 @@ class ClientFailure(Exception):
     """In debug mode: which client failed, at which question, with which shapes."""
 
 
-class Local:
+class LocalEngine:
     """The default engine.
 
     stack:   clients trained as one; None lets the engine choose by device and model, fewer if memory runs out

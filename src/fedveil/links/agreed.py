@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedveil.codecs.base import Codec, decodable
 from fedveil.core import message
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from fedveil.core.federation import Answers, Cohort
 from fedveil.core.message import Answer, Question, Refused
 from fedveil.core.seeds import Seed
@@ -48,7 +48,7 @@ class CodeSpace(Codec):
     All its tensors add up, so their sum over the clients is all that a server needs.
     """
 
-    downward: ClassVar[bool] = False  # a mean of one is no mean
+    server_can_encode: ClassVar[bool] = False  # a mean of one is no mean
 
     @property
     def digest(self) -> bytes:
@@ -87,7 +87,7 @@ def in_code_space(
     up: CodeSpace, told: Answers, cohort: Cohort, secure: SecureSum | None = None
 ) -> tuple[Tensor, float, Sequence[int]]:
     """Agree on a scale, collect codes and decode their mean: the mean vector [d], the mean share, and whose it is."""
-    largest = clamped(cohort, "magnitude", {k: each.largest for k, each in told.items()}, SPREAD, least=False)
+    largest = clamped(cohort, "magnitude", {k: each.largest for k, each in told.items()}, SPREAD, raise_low=False)
     scale = up.agree(torch.tensor(list(largest.values())), cohort.round)
     asked, question = cohort.only(told), Send(scale, up.digest)
     cohort.note(scale=scale)
@@ -106,28 +106,28 @@ def in_code_space(
 # ---------------------------------------------------------------------------------------------------- the clients
 
 
-def shares(crowd: Crowd) -> Tensor:
+def shares(stack: ClientStack) -> Tensor:
     """λ_k: each client's records by the public maximum, [C, 1]."""
-    return torch.from_numpy(crowd.rows.counts / crowd.task.largest).float()[:, None]
+    return torch.from_numpy(stack.rows.counts / stack.task.largest).float()[:, None]
 
 
-def noted(crowd: Crowd, vectors: Tensor) -> list[float]:
+def noted(stack: ClientStack, vectors: Tensor) -> list[float]:
     """Keep what each client will send, [C, d], until the scale is known; the largest magnitude of each."""
-    for note, vector in zip(crowd.notes, vectors, strict=True):
+    for note, vector in zip(stack.notes, vectors, strict=True):
         note["vector"] = vector
     largest: list[float] = vectors.abs().amax(1).tolist()
     return largest
 
 
-def recalled(crowd: Crowd) -> Tensor:
+def recalled(stack: ClientStack) -> Tensor:
     """What was noted, [C, d]."""
-    return torch.stack(crowd.recall("vector"))
+    return torch.stack(stack.recall("vector"))
 
 
-def tuned(up: Codec, crowd: Crowd, question: Send) -> Tuned:
+def tuned(up: Codec, stack: ClientStack, question: Send) -> Tuned:
     """The codec of this round; a client with another code than the server's would send what nobody can decode."""
     if not isinstance(up, CodeSpace):
         raise Refused("wrong kind", f"{up.name} agrees on no scale")
     if question.digest != up.digest:
         raise Refused("out of step", "the server decodes with another pair; use the file that it uses")
-    return up.at(question.scale, crowd.seed)
+    return up.at(question.scale, stack.seed)

@@ -18,14 +18,14 @@ from torch import Tensor
 from fedveil.codecs.base import Codec
 from fedveil.codecs.raw import Update
 from fedveil.core import message
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from fedveil.core.federation import Cohort, State
 from fedveil.core.forecast import Turn
-from fedveil.core.message import Envelope, Folded, Question, Record, Refused, Weights
+from fedveil.core.message import Container, Envelope, Question, Record, Refused, Weights
 from fedveil.core.task import Task
 from fedveil.gpu.graphs import one_thread
-from fedveil.links.steps import Stand, Steps, Version
-from fedveil.train.optimizers import Server, ServerState
+from fedveil.links.steps import ClientWeights, Steps, Version
+from fedveil.train.optimizers import ServerOptimizer, ServerState
 
 
 @message.kind(4)
@@ -45,7 +45,7 @@ class TrainFull(Question, frozen=True):
 
 
 @message.kind(17)
-class TrainFrom(Question, Folded, frozen=True):
+class TrainFrom(Question, Container, frozen=True):
     """Train from the initial weights plus this encoded step."""
 
     reply = Update
@@ -61,7 +61,7 @@ class TrainHere(Question, frozen=True):
 
 
 @message.kind(69)
-class Held(Stand, frozen=True):
+class ClientMemory(ClientWeights, frozen=True):
     """What a client remembers beside the weights it holds: what its codec has lost of its updates."""
 
     residual: Weights | None = None
@@ -78,7 +78,7 @@ class Down:
         def take(task: Task, now: ServerState, payload: Any) -> ServerState:
             return replace(now, weights=self._apply(task, now.weights, payload))
 
-        return Steps(lambda task: ServerState(task.initial), self._read, take, Held)
+        return Steps(lambda task: ServerState(task.initial), self._read, take, ClientMemory)
 
     # ------------------------------------------------------------------------------------------------ the server
 
@@ -95,7 +95,7 @@ class Down:
             return reached, TrainFrom(message.frame(payload, Envelope())), cohort
         return state.weights, TrainHere(len(state.history)), self.steps.reach(_followed(state), cohort)
 
-    def step(self, server: Server, state: ServerState, delta: Tensor, cohort: Cohort) -> State:
+    def step(self, server: ServerOptimizer, state: ServerState, delta: Tensor, cohort: Cohort) -> State:
         """The server's step along `delta`; with reference "last" it is what the clients will decode that is applied."""
         after = server.step(state, delta)
         if self.codec is None or self.codec.reference == "init":
@@ -108,7 +108,7 @@ class Down:
         history, versions = self.steps.record(_followed(state), payload, cohort)
         return replace(after, weights=weights, history=history, versions=versions)
 
-    def questions(self, task: Task, turn: Turn) -> list[Question]:
+    def forecast_messages(self, task: Task, turn: Turn) -> list[Question]:
         """What a client will be asked in a turn, without values."""
         if self.codec is None:
             return [message.blank(Train, task.sizes)]
@@ -120,9 +120,9 @@ class Down:
 
     # ------------------------------------------------------------------------------------------------ the clients
 
-    def drawn(self, crowd: Crowd, question: TrainFrom) -> Tensor:
+    def drawn(self, stack: ClientStack, question: TrainFrom) -> Tensor:
         """The weights an encoded step leads to from the initial ones, [d]."""
-        return self._apply(crowd.task, crowd.task.initial, self._read(crowd.task, question.frame))
+        return self._apply(stack.task, stack.task.initial, self._read(stack.task, question.frame))
 
     def _apply(self, task: Task, w: Tensor, payload: Any) -> Tensor:
         """The weights an encoded step leads to from `w`, [d] -> [d]; on one thread, so that all sides round alike."""

@@ -29,19 +29,19 @@ class Step(Record, frozen=True):
 
 
 def replay(
-    begin: Callable[[Task], ServerState], take: Callable[[Task, ServerState, Step], ServerState], most: int
+    initial: Callable[[Task], ServerState], take: Callable[[Task, ServerState, Step], ServerState], max_directions: int
 ) -> Steps:
-    """Steps that `take` takes from the state of `begin`, of at most so many coefficients."""
+    """Steps that `take` takes from the state of `initial`, of at most so many coefficients."""
 
     def read(task: Task, frame: bytes) -> Step:
-        step, _ = message.unframe(frame, {Step.kind: Step}, message.size_limit(Step, {"directions": most}))
+        step, _ = message.unframe(frame, {Step.kind: Step}, message.size_limit(Step, {"directions": max_directions}))
         assert isinstance(step, Step)
-        message.check(step, {"directions": min(step.coefficients.numel(), most)})
+        message.check(step, {"directions": min(step.coefficients.numel(), max_directions)})
         return step
 
-    return Steps(begin, read, take)
+    return Steps(initial, read, take)
 
 
-def longest(most: int) -> int:
+def longest(max_directions: int) -> int:
     """The bytes of a step of so many coefficients."""
-    return message.size(message.blank(Step, {"directions": most})) + 8  # a key is 9 bytes, not 1
+    return message.size(message.blank(Step, {"directions": max_directions})) + 8  # a key is 9 bytes, not 1

@@ -20,9 +20,9 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from fedveil.core import message
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from fedveil.core.federation import BelowQuorum, Cohort
-from fedveil.core.message import Answer, Envelope, Folded, Question, Record, Refused, Weights
+from fedveil.core.message import Answer, Container, Envelope, Question, Record, Refused, Weights
 from fedveil.core.task import Task
 from fedveil.train.optimizers import ServerState
 
@@ -30,17 +30,17 @@ Version = Annotated[int, Meta(ge=0, le=2**40)]
 
 
 @message.kind(19)
-class InStep(Answer, frozen=True):
+class WeightsDigest(Answer, frozen=True):
     """A digest of what a client now holds."""
 
     digest: bytes = bytes(8)
 
 
 @message.kind(68)
-class Follow(Question, Folded, frozen=True):
+class CatchUp(Question, Container, frozen=True):
     """Take these steps, oldest first, or this state; you then hold `version`."""
 
-    reply = InStep
+    reply = WeightsDigest
     version: Version
     frames: list[bytes] = []
     weights: Weights | None = None
@@ -49,7 +49,7 @@ class Follow(Question, Folded, frozen=True):
 
 
 @message.kind(55)
-class Stand(Record, frozen=True):
+class ClientWeights(Record, frozen=True):
     """What a client remembers: the weights it holds, the server optimiser's moments, and how many steps led there."""
 
     common = ("version", "weights", "first", "second")
@@ -64,34 +64,34 @@ class Stand(Record, frozen=True):
 class Steps:
     """Both sides of the way down.
 
-    begin: the state that everyone begins with, known from the recipe
+    initial: the state that everyone begins with, known from the recipe
     read:  a step from a frame within a question, checked like any other bytes from outside
     take:  a state and a step -> the next state
-    stand: the record that a client remembers; what it has beside `Stand`'s fields stays as it is
+    stand: the record that a client remembers; what it has beside `ClientWeights`'s fields stays as it is
     """
 
-    begin: Callable[[Task], ServerState]
+    initial: Callable[[Task], ServerState]
     read: Callable[[Task, bytes], Any]
     take: Callable[[Task, ServerState, Any], ServerState]
-    stand: type[Stand] = Stand
+    stand: type[ClientWeights] = ClientWeights
 
     # ------------------------------------------------------------------------------------------------ the server
 
     def reach(self, now: ServerState, cohort: Cohort) -> Cohort:
         """Bring the cohort to the server's state; who can be asked from there."""
         versions, digest = _versions(now, cohort.task), _digest(now)
-        one: dict[tuple[int, bool], Follow] = {}  # equal questions as one object, packed once and stacked
+        one: dict[tuple[int, bool], CatchUp] = {}  # equal questions as one object, packed once and stacked
         questions = {k: self.missed(now, int(versions[k])) for k in cohort.ids}
         questions = {k: one.setdefault((len(q.frames), q.weights is None), q) for k, q in questions.items()}
         answers = cohort.ask(questions)
         strayed = [k for k, answer in answers.items() if answer.digest != digest]
-        again: Mapping[int, InStep] = {}
+        again: Mapping[int, WeightsDigest] = {}
         if strayed:
             with contextlib.suppress(BelowQuorum):  # the others go on
                 again = cohort.only(strayed).ask(_whole(now))
         for k, answer in again.items():
             if answer.digest != digest:
-                cohort.refuse(k, Refused("out of step", "it was sent the whole state and says that it holds another"))
+                cohort.reject(k, Refused("out of step", "it was sent the whole state and says that it holds another"))
         cohort.note(caught_up=sum(len(q.frames) > 1 for q in questions.values()), resynced=len(strayed))
         return cohort.only([k for k, answer in {**answers, **again}.items() if answer.digest == digest])
 
@@ -101,27 +101,29 @@ class Steps:
         versions[list(cohort.ids)] = len(now.history)
         return _worth_keeping([*now.history, message.frame(step, Envelope())], now), versions
 
-    def missed(self, now: ServerState, version: int) -> Follow:
+    def missed(self, now: ServerState, version: int) -> CatchUp:
         """What a client of that version has missed, in steps or as a whole, whichever is fewer bytes."""
         frames = now.history[version:]
-        return Follow(len(now.history), frames) if all(_worth_keeping(frames, now)) else _whole(now)
+        return CatchUp(len(now.history), frames) if all(_worth_keeping(frames, now)) else _whole(now)
 
-    def foreseen(self, task: Task, step: int, version: int, missed: int) -> Follow:
+    def foreseen(self, task: Task, step: int, version: int, missed: int) -> CatchUp:
         """What a client will be sent that missed so many steps, of so many bytes each, without values."""
-        return self.missed(replace(_onto(self.begin(task), "meta"), history=[bytes(step)] * version), version - missed)
+        return self.missed(
+            replace(_onto(self.initial(task), "meta"), history=[bytes(step)] * version), version - missed
+        )
 
     # ------------------------------------------------------------------------------------------------ the clients
 
-    def follow(self, crowd: Crowd, question: Follow) -> list[InStep]:
+    def follow(self, stack: ClientStack, question: CatchUp) -> list[WeightsDigest]:
         """Take the steps each client missed, which may be fewer than were sent: an answer of an earlier round may have
         been lost. Clients that hold the same take them once, by themselves: all must round alike."""
-        task = crowd.task
+        task = stack.task
         steps = [self.read(task, frame) for frame in question.frames]
-        start, taken = self.begin(task), dict[tuple[int, bytes], ServerState]()
+        start, taken = self.initial(task), dict[tuple[int, bytes], ServerState]()
         if question.weights is not None and _parts(question) != _parts(start):
             raise Refused("wrong field", "the state has not the moments that this run's server keeps")
         stands, answers = [], []
-        for memory in crowd.memory:
+        for memory in stack.memory:
             before = memory or self.stand()
             held = start if before.weights is None else _state(before, task)
             place = before.version, _digest(held)
@@ -136,24 +138,24 @@ class Steps:
             stands.append(
                 replace(before, version=question.version, weights=now.weights, first=now.first, second=now.second)
             )
-            answers.append(InStep(_digest(now)))
-        crowd.remember(stands)
+            answers.append(WeightsDigest(_digest(now)))
+        stack.remember(stands)
         return answers
 
-    def held(self, crowd: Crowd, version: int) -> Tensor:
-        """The weights the crowd holds, [d]: the same for all."""
-        for memory in crowd.memory:
+    def held(self, stack: ClientStack, version: int) -> Tensor:
+        """The weights the stack holds, [d]: the same for all."""
+        for memory in stack.memory:
             if memory is None or memory.weights is None or memory.version != version:
                 raise Refused("lost state", f"the weights of version {version} are not held; catch up first")
-        weights: Tensor = crowd.memory[0].weights
-        return weights.to(crowd.task.device)
+        weights: Tensor = stack.memory[0].weights
+        return weights.to(stack.task.device)
 
 
-def _parts(held: ServerState | Stand | Follow) -> list[bool]:
+def _parts(held: ServerState | ClientWeights | CatchUp) -> list[bool]:
     return [part is not None for part in (held.weights, held.first, held.second)]
 
 
-def _state(held: Stand | Follow, task: Task) -> ServerState:
+def _state(held: ClientWeights | CatchUp, task: Task) -> ServerState:
     assert held.weights is not None
     return _onto(ServerState(held.weights, held.first, held.second), task.device)
 
@@ -163,8 +165,8 @@ def _onto(now: ServerState, device: torch.device | str) -> ServerState:
     return ServerState(now.weights.to(device), first, second)
 
 
-def _whole(now: ServerState) -> Follow:
-    return Follow(len(now.history), [], now.weights, now.first, now.second)
+def _whole(now: ServerState) -> CatchUp:
+    return CatchUp(len(now.history), [], now.weights, now.first, now.second)
 
 
 def _worth_keeping(frames: Sequence[bytes], now: ServerState) -> list[bytes]:

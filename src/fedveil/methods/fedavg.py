@@ -15,21 +15,21 @@ from fedveil.codecs.base import Codec, decodable
 from fedveil.codecs.fit import cosine
 from fedveil.codecs.raw import Raw, Update
 from fedveil.core import message
-from fedveil.core.clients import Crowd
-from fedveil.core.federation import SUMMED, About, Answers, Cohort, Method, Sampling, State
-from fedveil.core.forecast import Turn, Work
+from fedveil.core.clients import ClientStack
+from fedveil.core.federation import SUMMED, About, Answers, Cohort, CohortSampler, Method, State
+from fedveil.core.forecast import Compute, Turn
 from fedveil.core.message import Answer, Question, Refused, Size
 from fedveil.core.task import Task
 from fedveil.links.agreed import CodeSpace, Magnitude, Send, in_code_space, noted, recalled, shares, tuned
-from fedveil.links.down import Down, Held, Train, TrainFrom, TrainFull, TrainHere
-from fedveil.links.steps import Follow
+from fedveil.links.down import ClientMemory, Down, Train, TrainFrom, TrainFull, TrainHere
+from fedveil.links.steps import CatchUp
 from fedveil.privacy.account import Account
 from fedveil.privacy.dpsgd import DpSgd, clipped
 from fedveil.privacy.secagg.protocol import SecureSum
 from fedveil.privacy.users import UserLevel
-from fedveil.train.aggregators import Merge
-from fedveil.train.local import Local
-from fedveil.train.optimizers import Server, ServerState
+from fedveil.train.aggregators import Aggregator
+from fedveil.train.local import LocalTraining
+from fedveil.train.optimizers import ServerOptimizer, ServerState
 
 PRIVATE = (
     (
@@ -84,11 +84,11 @@ class FedAvg(Method):
         "McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017",
     )
 
-    local: Local = field(default_factory=Local)
+    local: LocalTraining = field(default_factory=LocalTraining)
     up: Codec = field(default_factory=Raw)
     down: Codec | None = None
-    server: Server = field(default_factory=Server)
-    merge: Merge = field(default_factory=Merge)
+    server: ServerOptimizer = field(default_factory=ServerOptimizer)
+    aggregator: Aggregator = field(default_factory=Aggregator)
     feedback: bool = False
     full_rounds: int = 0
     privacy: DpSgd | None = None
@@ -98,13 +98,13 @@ class FedAvg(Method):
     def __post_init__(self) -> None:
         if self.full_rounds < 0:
             raise ValueError(f"method.full_rounds is {self.full_rounds}; it is 0 or more")
-        if self.down and not self.down.downward:
+        if self.down and not self.down.server_can_encode:
             raise ValueError(f"method.down is {self.down.name}, which is for the way up only; give it another codec")
-        if self.codes and self.merge.kind != "mean":
+        if self.codes and self.aggregator.kind != "mean":
             raise ValueError(
-                f"method.merge.kind is {self.merge.kind}, but of {self.up.name}'s codes only the mean is decoded and "
-                'there are no single updates to choose among; use mean, with user_privacy.where="client" against '
-                "large ones"
+                f"method.aggregator.kind is {self.aggregator.kind}, but of {self.up.name}'s codes only the mean is "
+                'decoded and there are no single updates to choose among; use mean, with user_privacy.where="client" '
+                "against large ones"
             )
         if self.feedback and self.codes and self.codes.fixed:
             raise ValueError(
@@ -119,7 +119,7 @@ class FedAvg(Method):
         if self.privacy and self.user_privacy:
             raise ValueError("method.privacy is for each record, method.user_privacy for each client; set one of them")
         if self.user_privacy and self.user_privacy.where == "sum":
-            self._refuse_sum()
+            self._validate_sum()
         if self.user_privacy and self.user_privacy.colluders and not self.jointly:
             raise ValueError(
                 f"user_privacy.colluders is {self.user_privacy.colluders}, but clients share noise only with "
@@ -128,7 +128,7 @@ class FedAvg(Method):
         if self.user_privacy and self.user_privacy.accountant == "pld" and self.jointly:
             raise ValueError('user_privacy.accountant is pld, but noise inside a secure sum is accounted by "rdp" only')
 
-    def _refuse_sum(self) -> None:
+    def _validate_sum(self) -> None:
         """Say what would change a sum by more than one client's cut update, or skip a round that has to be noised."""
         other = 'use another, or user_privacy.where="client"'
         if self.codes:
@@ -136,10 +136,12 @@ class FedAvg(Method):
                 f"user_privacy cuts each update before they are summed, and {self.up.name}'s are summed in code; "
                 'use another codec, or user_privacy.where="client"'
             )
-        if self.secure and not self.up.payload.sums:
+        if self.secure and not self.up.payload.additive:
             raise ValueError(f"{self.up.name}'s messages are not summed securely, so nobody noises them; {other}")
-        if self.merge.kind != "mean":
-            raise ValueError(f"method.merge.kind is {self.merge.kind}, which bounds nobody's part in it; {other}")
+        if self.aggregator.kind != "mean":
+            raise ValueError(
+                f"method.aggregator.kind is {self.aggregator.kind}, which bounds nobody's part in it; {other}"
+            )
         if self.down and self.down.reference == "last" and not self.secure:
             raise ValueError(
                 f"method.down is {self.down.name}, which skips a round without anybody in step, and the noise with it; "
@@ -167,28 +169,28 @@ class FedAvg(Method):
         return bool(self.privacy or self.user_privacy)
 
     @property
-    def fewest(self) -> int:
-        return self.secure.least if self.secure else 0 if self.trusted else 1
+    def min_clients(self) -> int:
+        return self.secure.min_clients if self.secure else 0 if self.trusted else 1
 
     @property
     def reads_rounds(self) -> bool:
         return self.full_rounds > 0
 
-    def begin(self, task: Task) -> State:
+    def init_state(self, task: Task) -> State:
         for codec in (self.up, self.down):
             if codec:
-                codec.refuse(task)
-        if self.price(task):
-            for codec in dict.fromkeys(self.up.of(client) for client in range(len(task.clients))):
-                if codec.peeks:
+                codec.validate(task)
+        if self.client_cost(task):
+            for codec in dict.fromkeys(self.up.for_client(client) for client in range(len(task.clients))):
+                if codec.reads_records:
                     raise ValueError(
                         f"{codec.name} looks at a client's records again when it encodes, past the noise of "
-                        f"differential privacy; set its {codec.peeks}"
+                        f"differential privacy; set its {codec.reads_records}"
                     )
         if how := self.summing:
-            summed = self.up.payload if self.up.payload.sums or not self.full_rounds else Update
-            how.refuse(task, summed, self.merge.kind)
-        return self.server.begin(task.initial)
+            summed = self.up.payload if self.up.payload.additive or not self.full_rounds else Update
+            how.validate(task, summed, self.aggregator.kind)
+        return self.server.init_state(task.initial)
 
     @property
     def summing(self) -> SecureSum | None:
@@ -204,7 +206,7 @@ class FedAvg(Method):
 
     # ------------------------------------------------------------------------------------------------ privacy
 
-    def account(self, task: Task, cohort: Sampling) -> Account | None:
+    def account(self, task: Task, cohort: CohortSampler) -> Account | None:
         if self.user_privacy and self.secure and self.jointly:
             enough = self.secure.quorum(min(cohort.size, len(task.clients)))
             if enough <= self.user_privacy.colluders:
@@ -221,7 +223,7 @@ class FedAvg(Method):
             )
         return self.user_privacy.account(task, cohort.rate(task))
 
-    def price(self, task: Task) -> Account | None:
+    def client_cost(self, task: Task) -> Account | None:
         if self.privacy:
             return self.privacy.account(task, *self.private_steps(task.largest))
         if self.user_privacy and not self.trusted:
@@ -232,16 +234,16 @@ class FedAvg(Method):
         """The expected batch and the number of private steps of an answer."""
         return self.local.batch, self.local.private_steps(largest)
 
-    def released(self, crowd: Crowd, w: Tensor) -> Tensor:
+    def released(self, stack: ClientStack, w: Tensor) -> Tensor:
         """Each client's update after training from `w` [d] as it may leave, [C, d]: charged and, where it has to be,
         noised, or clipped for the noise that the secure sum adds. Whatever comes after looks at this and not at the
         records, so it costs nothing."""
-        if price := self.price(crowd.task):
-            crowd.charge(price)
-        updates = self.update(crowd, w)
+        if price := self.client_cost(stack.task):
+            stack.charge(price)
+        updates = self.update(stack, w)
         if not self.user_privacy or self.trusted:
             return updates
-        return clipped(updates, self.user_privacy.clip) if self.jointly else self.user_privacy.noised(crowd, updates)
+        return clipped(updates, self.user_privacy.clip) if self.jointly else self.user_privacy.noised(stack, updates)
 
     # ------------------------------------------------------------------------------------------------ the server
 
@@ -258,7 +260,7 @@ class FedAvg(Method):
         if isinstance(up, CodeSpace):
             mean, share, _ = in_code_space(up, cohort.ask(question), cohort, self.summing)
             return mean / share
-        if self.summing and up.payload.sums:
+        if self.summing and up.payload.additive:
             total = cohort.ask_sum(question, self.summing)
             if self.jointly:
                 return (total.totals["update"] / cohort.expected).float().to(base.device)
@@ -268,7 +270,7 @@ class FedAvg(Method):
             return self.user_privacy.total(updates, cohort.secret) / cohort.expected
         updates, records = self.decoded(up, base, cohort.ask(question), cohort)
         cohort.require(len(updates), len(cohort))
-        return self.merge(updates, records)
+        return self.aggregator(updates, records)
 
     def decoded(self, up: Codec, base: Tensor, answers: Answers, cohort: Cohort) -> tuple[Tensor, Tensor]:
         """Updates [m, d] decoded at the weights the clients had, and the records behind them [m]; what does not decode
@@ -282,7 +284,7 @@ class FedAvg(Method):
         finite = decoded.sum(1).isfinite()
         for client, fine in zip(usable, finite.tolist(), strict=True):
             if not fine:
-                cohort.refuse(client, Refused("not finite", "the decoded update holds a value that is not a number"))
+                cohort.reject(client, Refused("not finite", "the decoded update holds a value that is not a number"))
         records = torch.tensor([p.records for p in usable.values()], device=decoded.device)
         return (decoded, records) if bool(finite.all()) else (decoded[finite], records[finite])
 
@@ -292,39 +294,43 @@ class FedAvg(Method):
         return self.up.payload if _brings_payload(question) else type(question).reply
 
     def schema(self, task: Task, question: Question, client: int) -> Mapping[str, Size]:
-        sizes = self.up.of(client).sizes(task) if _brings_payload(question) else task.sizes
+        sizes = self.up.for_client(client).sizes(task) if _brings_payload(question) else task.sizes
         return {**sizes, "records": 1} if self.unweighted else sizes
 
-    def questions(self, task: Task, turn: Turn) -> list[Question]:
+    def forecast_messages(self, task: Task, turn: Turn) -> list[Question]:
         if turn.rounds - turn.round < self.full_rounds:
             asked: list[Question] = [message.blank(TrainFull, task.sizes)]
         else:
-            asked = Down(self.down).questions(task, turn) + ([Send(0.0)] if self.codes else [])
+            asked = Down(self.down).forecast_messages(task, turn) + ([Send(0.0)] if self.codes else [])
         if (how := self.summing) and isinstance(asked[-1], tuple(self.summed)):
-            asked[-1:] = how.questions(self, task, asked[-1], turn)
+            asked[-1:] = how.forecast_messages(self, task, asked[-1], turn)
         return asked
 
-    def work(self, turn: Turn) -> Work:
+    def forecast_compute(self, turn: Turn) -> Compute:
         trained = self.training(turn)
-        return trained if turn.rounds - turn.round < self.full_rounds else trained + self.up.of(turn.client).work()
+        return (
+            trained
+            if turn.rounds - turn.round < self.full_rounds
+            else trained + self.up.for_client(turn.client).forecast_compute()
+        )
 
-    def training(self, turn: Turn) -> Work:
+    def training(self, turn: Turn) -> Compute:
         """What `update` takes."""
         if self.privacy:
-            return self.local.private_work(turn.records, turn.largest)
-        return self.local.work(turn.records)
+            return self.local.forecast_private_compute(turn.records, turn.largest)
+        return self.local.forecast_compute(turn.records)
 
     # ------------------------------------------------------------------------------------------------ the clients
 
     @property
-    def answer(self) -> Mapping[type[Question], Callable[[Crowd, Any], Sequence[Answer]]]:
+    def handlers(self) -> Mapping[type[Question], Callable[[ClientStack, Any], Sequence[Answer]]]:
         down = Down(self.down)
-        table: dict[type[Question], Callable[[Crowd, Any], Sequence[Answer]]] = {
-            Train: lambda crowd, q: self.encoded(crowd, q.weights.to(crowd.task.device)),
-            TrainFull: lambda crowd, q: self.raw(crowd, q.weights.to(crowd.task.device)),
-            Follow: down.steps.follow,
-            TrainHere: lambda crowd, q: self.encoded(crowd, down.steps.held(crowd, q.version)),
-            TrainFrom: lambda crowd, q: self.encoded(crowd, down.drawn(crowd, q)),
+        table: dict[type[Question], Callable[[ClientStack, Any], Sequence[Answer]]] = {
+            Train: lambda stack, q: self.encoded(stack, q.weights.to(stack.task.device)),
+            TrainFull: lambda stack, q: self.raw(stack, q.weights.to(stack.task.device)),
+            CatchUp: down.steps.follow,
+            TrainHere: lambda stack, q: self.encoded(stack, down.steps.held(stack, q.version)),
+            TrainFrom: lambda stack, q: self.encoded(stack, down.drawn(stack, q)),
             Send: self.sent,
         }
         if how := self.summing:
@@ -336,71 +342,71 @@ class FedAvg(Method):
         """The questions whose answers are summed, with `secure`, and not given in the clear."""
         if self.codes:
             return [Send]
-        return [Train, TrainHere, TrainFrom, TrainFull] if self.up.payload.sums else [TrainFull]
+        return [Train, TrainHere, TrainFrom, TrainFull] if self.up.payload.additive else [TrainFull]
 
-    def update(self, crowd: Crowd, w: Tensor) -> Tensor:
+    def update(self, stack: ClientStack, w: Tensor) -> Tensor:
         """Each client's update after local training from `w` [d], [C, d]."""
         if self.privacy:
-            return self.local.train_privately(crowd, w, self.privacy, self.correction(w)) - w
-        trained, _ = self.local.train(crowd, w, self.correction(w))
+            return self.local.train_privately(stack, w, self.privacy, self.correction(w)) - w
+        trained, _ = self.local.train(stack, w, self.correction(w))
         return trained - w
 
     def correction(self, w: Tensor) -> Callable[[Tensor], Tensor] | None:
         """What is added to each local gradient: nothing."""
         return None
 
-    def raw(self, crowd: Crowd, w: Tensor) -> list[Update]:
+    def raw(self, stack: ClientStack, w: Tensor) -> list[Update]:
         """The update as it is."""
-        return self.counted(crowd, Raw().encode(crowd.task, w, self.released(crowd, w), [], crowd))
+        return self.counted(stack, Raw().encode(stack.task, w, self.released(stack, w), [], stack))
 
-    def encoded(self, crowd: Crowd, w: Tensor) -> list[Any]:
+    def encoded(self, stack: ClientStack, w: Tensor) -> list[Any]:
         """Train, add what was lost last time, and encode, or in code space say first how large it is."""
         if isinstance(self.up, Raw):
-            return self.raw(crowd, w)
-        true = self.released(crowd, w)
+            return self.raw(stack, w)
+        true = self.released(stack, w)
         if self.codes:  # the mean of codes is unweighted, so weights come first
-            true = true * self.shares(crowd).to(true)
+            true = true * self.shares(stack).to(true)
         if self.feedback:
-            true = true + torch.stack([lost(m, w) for m in crowd.memory])
+            true = true + torch.stack([lost(m, w) for m in stack.memory])
         if self.codes:
-            return [Magnitude(largest) for largest in noted(crowd, true)]
-        return self.counted(crowd, self.coded(crowd, self.up, w.expand(len(crowd), -1), true))
+            return [Magnitude(largest) for largest in noted(stack, true)]
+        return self.counted(stack, self.coded(stack, self.up, w.expand(len(stack), -1), true))
 
-    def sent(self, crowd: Crowd, question: Send) -> list[Any]:
+    def sent(self, stack: ClientStack, question: Send) -> list[Any]:
         """The codes of what was trained in this round, at the scale that was agreed on."""
-        up, true = tuned(self.up, crowd, question), recalled(crowd)
-        payloads = self.coded(crowd, up, true, true)
-        return [replace(payload, share=row) for payload, row in zip(payloads, self.shares(crowd), strict=True)]
+        up, true = tuned(self.up, stack, question), recalled(stack)
+        payloads = self.coded(stack, up, true, true)
+        return [replace(payload, share=row) for payload, row in zip(payloads, self.shares(stack), strict=True)]
 
-    def coded(self, crowd: Crowd, up: Codec, base: Tensor, true: Tensor) -> list[Any]:
+    def coded(self, stack: ClientStack, up: Codec, base: Tensor, true: Tensor) -> list[Any]:
         """Encode, and remember what is lost this time."""
-        task = crowd.task
-        payloads = up.encode(task, base, true, crowd.seeds("encoding"), crowd)
+        task = stack.task
+        payloads = up.encode(task, base, true, stack.seeds("encoding"), stack)
         decoded = up.decode(task, base, payloads)
-        crowd.measure(cosine=cosine(decoded, true))
+        stack.measure(cosine=cosine(decoded, true))
         for layer in task.layout.layers:
             part = slice(layer.start, layer.stop)
-            crowd.measure(**{f"cosine/{layer.name}": cosine(decoded[:, part], true[:, part])})
+            stack.measure(**{f"cosine/{layer.name}": cosine(decoded[:, part], true[:, part])})
         if self.feedback:
-            kept = [m or Held() for m in crowd.memory]
-            crowd.remember([replace(m, residual=r) for m, r in zip(kept, (true - decoded).cpu(), strict=True)])
+            kept = [m or ClientMemory() for m in stack.memory]
+            stack.remember([replace(m, residual=r) for m, r in zip(kept, (true - decoded).cpu(), strict=True)])
         return payloads
 
-    def counted(self, crowd: Crowd, payloads: Sequence[Any]) -> list[Any]:
+    def counted(self, stack: ClientStack, payloads: Sequence[Any]) -> list[Any]:
         """Payloads with the number of records behind each, or 1 where that is private."""
         if self.unweighted:
             return list(payloads)
-        return [replace(payload, records=int(n)) for payload, n in zip(payloads, crowd.rows.counts, strict=True)]
+        return [replace(payload, records=int(n)) for payload, n in zip(payloads, stack.rows.counts, strict=True)]
 
-    def shares(self, crowd: Crowd) -> Tensor:
+    def shares(self, stack: ClientStack) -> Tensor:
         """λ_k, [C, 1]: how much each client counts in the mean of codes."""
-        return torch.ones(len(crowd), 1) if self.unweighted else shares(crowd)
+        return torch.ones(len(stack), 1) if self.unweighted else shares(stack)
 
 
 def _brings_payload(question: Question) -> bool:
     return isinstance(question, Train | TrainHere | TrainFrom | Send)
 
 
-def lost(memory: Held | None, w: Tensor) -> Tensor:
+def lost(memory: ClientMemory | None, w: Tensor) -> Tensor:
     """What the codec has lost of a client's updates so far, [d]."""
     return torch.zeros_like(w) if memory is None or memory.residual is None else memory.residual.to(w.device)

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from fedveil.core.federation import About
-from fedveil.core.forecast import Turn, Work
+from fedveil.core.forecast import Compute, Turn
 from fedveil.methods.fedavg import FedAvg, raw_about
-from fedveil.train.local import full_gradient, full_work
+from fedveil.train.local import full_gradient, full_gradient_compute
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class FedSGD(FedAvg):
         "McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017",
     )
 
-    def update(self, crowd: Crowd, w: Tensor) -> Tensor:
+    def update(self, stack: ClientStack, w: Tensor) -> Tensor:
         if not self.privacy:
-            return -full_gradient(crowd, w)[0]
-        (batch, steps), weights = self.private_steps(crowd.task.largest), w.expand(len(crowd), -1)
-        gradient = self.privacy.gradients(crowd, weights, batch, [(steps, crowd.secrets("gradients"))])
-        crowd.passes += steps * gradient.records
+            return -full_gradient(stack, w)[0]
+        (batch, steps), weights = self.private_steps(stack.task.largest), w.expand(len(stack), -1)
+        gradient = self.privacy.gradients(stack, weights, batch, [(steps, stack.secrets("gradients"))])
+        stack.passes += steps * gradient.records
         return -gradient()
 
     def private_steps(self, largest: int) -> tuple[int, int]:
         return largest, 1  # all records, over the most there may be
 
-    def training(self, turn: Turn) -> Work:
-        return full_work(turn.records)
+    def training(self, turn: Turn) -> Compute:
+        return full_gradient_compute(turn.records)

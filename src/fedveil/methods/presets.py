@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from fedveil.codecs.base import Codec
-from fedveil.codecs.fedage import FedAge
-from fedveil.codecs.fedsynth import FedSynth
-from fedveil.codecs.tofu import Tofu
+from fedveil.codecs.fedage import FedAgeCodec
+from fedveil.codecs.fedsynth import FedSynthCodec
+from fedveil.codecs.tofu import TofuCodec
 from fedveil.core.federation import About
 from fedveil.methods.fedavg import PRIVATE, FedAvg
 
@@ -21,7 +21,7 @@ _SEES = "the synthetic points of every client and, by decoding them, an approxim
 
 
 @dataclass(frozen=True)
-class FedSynthAvg(FedAvg):
+class FedSynth(FedAvg):
     """FedAvg with FedSynth's codec (Goetz & Tewari 2020, algorithms 1 to 3)."""
 
     name: ClassVar[str] = "fedsynth"
@@ -34,11 +34,11 @@ class FedSynthAvg(FedAvg):
         "Goetz & Tewari, Federated Learning via Synthetic Data, 2020",
     )
 
-    up: Codec = field(default_factory=FedSynth)
+    up: Codec = field(default_factory=FedSynthCodec)
 
 
 @dataclass(frozen=True)
-class TofuAvg(FedAvg):
+class Tofu(FedAvg):
     """FedAvg with TOFU's codec up; with `down` and `full_rounds` the paper's federated algorithm (section 4)."""
 
     name: ClassVar[str] = "tofu"
@@ -51,11 +51,11 @@ class TofuAvg(FedAvg):
         "TOFU: Towards Obfuscated Federated Updates by Encoding Weight Updates into Gradients from Proxy Data, 2022",
     )
 
-    up: Codec = field(default_factory=Tofu)
+    up: Codec = field(default_factory=TofuCodec)
 
 
 @dataclass(frozen=True)
-class FedAgeAvg(FedAvg):
+class FedAge(FedAvg):
     """FedAvg with FedAGE's codec: the server averages codes and decodes their mean (Zeng et al. 2022, algorithm 1)."""
 
     name: ClassVar[str] = "fedage"
@@ -86,4 +86,4 @@ class FedAgeAvg(FedAvg):
         "Zeng et al., Aggregating Gradients in Encoded Domain for Federated Learning, 2022",
     )
 
-    up: Codec = field(default_factory=FedAge)
+    up: Codec = field(default_factory=FedAgeCodec)

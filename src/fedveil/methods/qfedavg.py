@@ -13,16 +13,16 @@ from fedveil.codecs.base import Codec
 from fedveil.codecs.fit import cosine
 from fedveil.codecs.raw import Raw
 from fedveil.core import message
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from fedveil.core.federation import About, Cohort, Method, State
-from fedveil.core.forecast import Turn, Work
+from fedveil.core.forecast import Compute, Turn
 from fedveil.core.message import Answer, Question, Size, Weights
 from fedveil.core.task import Task
 from fedveil.links.agreed import CodeSpace, Send, in_code_space, noted, recalled, tuned
 from fedveil.methods.fedavg import raw_about
 from fedveil.train.aggregators import clamped, shortened
-from fedveil.train.local import Local, full_gradient, full_work
-from fedveil.train.optimizers import Server, ServerState
+from fedveil.train.local import LocalTraining, full_gradient, full_gradient_compute
+from fedveil.train.optimizers import ServerOptimizer, ServerState
 
 
 @message.kind(9)
@@ -60,12 +60,12 @@ class QFedAvg(Method):
         "Li et al., Fair Resource Allocation in Federated Learning, 2020",
         more=(),
     )
-    lacks: ClassVar[Mapping[str, str]] = {
+    unsupported: ClassVar[Mapping[str, str]] = {
         "privacy": "a client's weight is its loss on all its records, which no noise covers",
         "user_privacy": "clients weight their updates by their loss, so that nothing bounds a client's part in the sum",
     }
 
-    local: Local = field(default_factory=Local)
+    local: LocalTraining = field(default_factory=LocalTraining)
     up: Codec = field(default_factory=Raw)
     q: float = 0.2
 
@@ -75,9 +75,9 @@ class QFedAvg(Method):
         if not isinstance(self.up, Raw | CodeSpace):
             raise ValueError(f"method.up is {self.up.name}; q-fedavg takes raw, or fedage, whose codes it can sum")
 
-    def begin(self, task: Task) -> State:
-        self.up.refuse(task)
-        return Server().begin(task.initial)
+    def init_state(self, task: Task) -> State:
+        self.up.validate(task)
+        return ServerOptimizer().init_state(task.initial)
 
     def round(self, state: ServerState, cohort: Cohort) -> State:
         answers = cohort.ask(TrainFair(state.weights))
@@ -97,28 +97,28 @@ class QFedAvg(Method):
         return self.up.sizes(task) if isinstance(question, Send) else task.sizes
 
     @property
-    def answer(self) -> Mapping[type[Question], Callable[[Crowd, Any], Sequence[Answer]]]:
+    def handlers(self) -> Mapping[type[Question], Callable[[ClientStack, Any], Sequence[Answer]]]:
         return {TrainFair: self.train} | ({Send: self.send} if isinstance(self.up, CodeSpace) else {})
 
-    def send(self, crowd: Crowd, question: Send) -> list[Any]:
-        codec, delta = tuned(self.up, crowd, question), recalled(crowd)
-        payloads = codec.encode(crowd.task, delta, delta, crowd.seeds("encoding"), crowd)
-        crowd.measure(cosine=cosine(codec.decode(crowd.task, delta, payloads), delta))
+    def send(self, stack: ClientStack, question: Send) -> list[Any]:
+        codec, delta = tuned(self.up, stack, question), recalled(stack)
+        payloads = codec.encode(stack.task, delta, delta, stack.seeds("encoding"), stack)
+        stack.measure(cosine=cosine(codec.decode(stack.task, delta, payloads), delta))
         return payloads
 
-    def work(self, turn: Turn) -> Work:
-        return full_work(turn.records) + self.local.work(turn.records)
+    def forecast_compute(self, turn: Turn) -> Compute:
+        return full_gradient_compute(turn.records) + self.local.forecast_compute(turn.records)
 
-    def train(self, crowd: Crowd, question: TrainFair) -> list[FairUpdate] | list[FairMagnitude]:
-        w = question.weights.to(crowd.task.device)
-        _, loss = full_gradient(crowd, w)
-        trained, _ = self.local.train(crowd, w)
-        lipschitz = 1 / self.local.rate(crowd.round)  # the paper's L
+    def train(self, stack: ClientStack, question: TrainFair) -> list[FairUpdate] | list[FairMagnitude]:
+        w = question.weights.to(stack.task.device)
+        _, loss = full_gradient(stack, w)
+        trained, _ = self.local.train(stack, w)
+        lipschitz = 1 / self.local.rate(stack.round)  # the paper's L
         change = lipschitz * (w - trained)  # [C, d]
         power = (loss + 1e-10) ** self.q
         delta = power[:, None] * change
         weight = self.q * (loss + 1e-10) ** (self.q - 1) * change.square().sum(1) + lipschitz * power
         if isinstance(self.up, CodeSpace):
-            largest = noted(crowd, delta)
+            largest = noted(stack, delta)
             return [FairMagnitude(*pair) for pair in zip(largest, weight.tolist(), strict=True)]
         return [FairUpdate(d, float(h)) for d, h in zip(delta.cpu(), weight, strict=True)]

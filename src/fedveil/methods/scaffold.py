@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from fedveil.core import message
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from fedveil.core.federation import About, Cohort, Method, State
-from fedveil.core.forecast import Turn, Work
+from fedveil.core.forecast import Compute, Turn
 from fedveil.core.message import Answer, Question, Record, Weights
 from fedveil.core.task import Task
 from fedveil.methods.fedavg import PRIVATE, raw_about
 from fedveil.privacy.account import Account
 from fedveil.privacy.dpsgd import DpSgd
 from fedveil.train.aggregators import shortened
-from fedveil.train.local import Local
+from fedveil.train.local import LocalTraining
 
 
 @message.kind(5)
@@ -70,11 +70,11 @@ class Scaffold(Method):
         "Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, 2020",
         more=PRIVATE[:1],
     )
-    lacks: ClassVar[Mapping[str, str]] = {
+    unsupported: ClassVar[Mapping[str, str]] = {
         "user_privacy": "an update is cut and noised there, and its control variate would go along as it is",
     }
 
-    local: Local = field(default_factory=Local)
+    local: LocalTraining = field(default_factory=LocalTraining)
     server_lr: float = 1.0
     privacy: DpSgd | None = None
 
@@ -82,7 +82,7 @@ class Scaffold(Method):
         if self.server_lr <= 0:
             raise ValueError(f"method.server_lr is {self.server_lr:g}; it is above 0")
 
-    def begin(self, task: Task) -> State:
+    def init_state(self, task: Task) -> State:
         return ScaffoldState(task.initial, torch.zeros_like(task.initial))
 
     def round(self, state: ScaffoldState, cohort: Cohort) -> State:
@@ -95,34 +95,34 @@ class Scaffold(Method):
         return ScaffoldState(state.weights + self.server_lr * update, state.control + share * control)
 
     @property
-    def answer(self) -> Mapping[type[Question], Callable[[Crowd, Any], Sequence[Answer]]]:
+    def handlers(self) -> Mapping[type[Question], Callable[[ClientStack, Any], Sequence[Answer]]]:
         return {TrainControlled: self.train}
 
-    def work(self, turn: Turn) -> Work:
+    def forecast_compute(self, turn: Turn) -> Compute:
         if self.privacy:
-            return self.local.private_work(turn.records, turn.largest)
-        return self.local.work(turn.records)
+            return self.local.forecast_private_compute(turn.records, turn.largest)
+        return self.local.forecast_compute(turn.records)
 
-    def price(self, task: Task) -> Account | None:
+    def client_cost(self, task: Task) -> Account | None:
         if not self.privacy:
             return None
         return self.privacy.account(task, self.local.batch, self.local.private_steps(task.largest))
 
-    def train(self, crowd: Crowd, question: TrainControlled) -> list[Controlled]:
-        device = crowd.task.device
+    def train(self, stack: ClientStack, question: TrainControlled) -> list[Controlled]:
+        device = stack.task.device
         w, c = question.weights.to(device), question.control.to(device)
-        own = torch.stack([torch.zeros_like(c) if m is None else m.control.to(device) for m in crowd.memory])
-        trained, steps = self.trained(crowd, w, lambda v: c - own)
-        new = own - c + (w - trained) / (steps * self.local.rate(crowd.round))[:, None]  # option II
-        crowd.remember([Control(row) for row in new.cpu()])
+        own = torch.stack([torch.zeros_like(c) if m is None else m.control.to(device) for m in stack.memory])
+        trained, steps = self.trained(stack, w, lambda v: c - own)
+        new = own - c + (w - trained) / (steps * self.local.rate(stack.round))[:, None]  # option II
+        stack.remember([Control(row) for row in new.cpu()])
         return [Controlled(u, d) for u, d in zip((trained - w).cpu(), (new - own).cpu(), strict=True)]
 
-    def trained(self, crowd: Crowd, w: Tensor, correction: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def trained(self, stack: ClientStack, w: Tensor, correction: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Weights [C, d] and steps taken [C]; all that is released of the records is in the weights."""
         if not self.privacy:
-            return self.local.train(crowd, w, correction)
-        if price := self.price(crowd.task):
-            crowd.charge(price)
-        steps = self.local.private_steps(crowd.task.largest)
-        weights = self.local.train_privately(crowd, w, self.privacy, correction)
-        return weights, torch.full((len(crowd),), steps, device=w.device)
+            return self.local.train(stack, w, correction)
+        if price := self.client_cost(stack.task):
+            stack.charge(price)
+        steps = self.local.private_steps(stack.task.largest)
+        weights = self.local.train_privately(stack, w, self.privacy, correction)
+        return weights, torch.full((len(stack),), steps, device=w.device)

@@ -122,7 +122,7 @@ class Account:
 
         return least_noise(cost, budget, self.promise.accountant)
 
-    def refuse(self) -> None:
+    def validate(self) -> None:
         """Raise a ValueError if already the first answer would exceed the budget."""
         if self.exceeded(1):
             key, budget = self.promise.key, self.promise.budget

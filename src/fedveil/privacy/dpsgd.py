@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
 from fedveil.gpu import graphs
@@ -67,10 +67,10 @@ class DpSgd(Promise):
     def account(self, task: Task, batch: int, steps: int) -> Account:
         """The price of an answer of so many steps. The most records a client may hold are public; how many it has is
         not."""
-        if task.clients.most is None:
+        if task.clients.max_records is None:
             raise ValueError(
-                "method.privacy needs split.most, a public bound on how many records a client may hold: without it the "
-                f"sampling rate would tell the largest client's number; set it, for instance to {task.largest}"
+                "method.privacy needs split.max_records, a public bound on how many records a client may hold: without "
+                f"it the sampling rate would tell the largest client's number; set it, for instance to {task.largest}"
             )
         if self.delta >= 1 / task.largest:
             raise ValueError(
@@ -112,33 +112,35 @@ class DpSgd(Promise):
         """q, at which the client with the most records draws `batch` of them on average."""
         return min(1.0, batch / task.largest)
 
-    def descend(self, crowd: Crowd, weights: Tensor, batch: int, steps: int, take: Callable[[Tensor], None]) -> None:
+    def descend(
+        self, stack: ClientStack, weights: Tensor, batch: int, steps: int, take: Callable[[Tensor], None]
+    ) -> None:
         """Call `take` with the private gradient of each client at the present `weights` [C, d], [C, d], `steps` times.
 
         A piece at a time, since noise for all of them may be too much to hold; how many are in one does not depend on
         the stack.
         """
-        at_once, own = max(1, NOISE // weights.shape[1]), crowd.secrets("gradients")
+        at_once, own = max(1, NOISE // weights.shape[1]), stack.secrets("gradients")
         pieces = [
             (min(at_once, steps - first), [secret.child(first) for secret in own]) for first in range(0, steps, at_once)
         ]
-        gradient = self.gradients(crowd, weights, batch, pieces)
+        gradient = self.gradients(stack, weights, batch, pieces)
         descent = Loop(lambda: take(gradient()), steps, weights.device, (0, steps))
         for piece, (many, _) in enumerate(pieces):
             gradient.begin(piece)
             descent.run(many)
-            crowd.passes += many * gradient.records
+            stack.passes += many * gradient.records
 
     def gradients(
         self,
-        crowd: Crowd,
+        stack: ClientStack,
         weights: Tensor,
         batch: int,
         pieces: Sequence[Piece],
         change: Callable[[Tensor], Tensor] | None = None,
     ) -> Gradients:
         """The private gradients of each client at `weights` [C, d], one after the other."""
-        return Gradients(self, crowd, weights, batch, pieces, change)
+        return Gradients(self, stack, weights, batch, pieces, change)
 
 
 # ---------------------------------------------------------------------------------------------------- gradients
@@ -159,24 +161,24 @@ class Gradients:
     def __init__(
         self,
         how: DpSgd,
-        crowd: Crowd,
+        stack: ClientStack,
         weights: Tensor,
         batch: int,
         pieces: Sequence[Piece],
         change: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._how, self._crowd, self._weights, self._batch = how, crowd, weights, batch
+        self._how, self._crowd, self._weights, self._batch = how, stack, weights, batch
         self._pieces, self._change, device = pieces, change, weights.device
-        rate = how.rate(crowd.task, batch)
+        rate = how.rate(stack.task, batch)
         drawn = [
             [rows for steps, secrets in pieces for rows in poisson(secrets[k].child("draw"), own, rate, steps)]
-            for k, own in enumerate(crowd.rows.indices)
+            for k, own in enumerate(stack.rows.indices)
         ]
         padded = _padded(drawn, _at_once(weights) if graphs.COMPILED else 1)
         self._index, self._mask = (torch.from_numpy(each).to(device) for each in padded)  # [steps, C, B]
         self._noise = weights.new_empty(max(steps for steps, _ in pieces), *weights.shape, dtype=torch.float64)
         self._step, self._within = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
-        self.records = int(np.minimum(batch, crowd.rows.counts).sum())  # of a step; how many were drawn is private
+        self.records = int(np.minimum(batch, stack.rows.counts).sum())  # of a step; how many were drawn is private
         self._piece = -1
         self.begin(0)
 

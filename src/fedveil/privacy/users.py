@@ -25,7 +25,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
 from fedveil.privacy.account import Account, Promise
@@ -78,7 +78,7 @@ class UserLevel(Promise):
             )
         if secure:
             step = self.step(secure.bits, task.layout.size)
-            self._refuse_coarse(step, secure.bits, task.layout.size)
+            self._validate_precision(step, secure.bits, task.layout.size)
             return Account(step, self, colluders=self.colluders)
         if rate < 1 and self.relation != "zero-out":
             raise ValueError(
@@ -93,7 +93,7 @@ class UserLevel(Promise):
         norm = rounded(half, size)
         return Skellam((self.sigma * half) ** 2, apart * norm, apart * norm * min(math.sqrt(size), norm), 1)
 
-    def _refuse_coarse(self, step: Skellam, bits: int, size: int) -> None:
+    def _validate_precision(self, step: Skellam, bits: int, size: int) -> None:
         """Raise a ValueError if rounding to fixed point makes a round cost much more."""
 
         def cost(step: Skellam) -> float:
@@ -113,9 +113,9 @@ class UserLevel(Promise):
         noise = normal(secret.child("noise"), updates.shape[1]) * (self.sigma * self.clip)
         return (clipped(updates.double(), self.clip).sum(0) + noise.to(updates.device)).to(updates.dtype)
 
-    def noised(self, crowd: Crowd, updates: Tensor) -> Tensor:
+    def noised(self, stack: ClientStack, updates: Tensor) -> Tensor:
         """Each client's update [C, d], clipped, with noise of its own."""
-        drawn = [normal(secret.child("noise"), updates.shape[1]) for secret in crowd.secrets("user privacy")]
+        drawn = [normal(secret.child("noise"), updates.shape[1]) for secret in stack.secrets("user privacy")]
         noise = torch.stack(drawn).to(updates.device) * (self.sigma * self.clip)
         return (clipped(updates.double(), self.clip) + noise).to(updates.dtype)
 

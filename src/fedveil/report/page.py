@@ -232,9 +232,9 @@ def _rounds(rows: Sequence[Row]) -> str:
     return table(head, body, "Rounds") if body else '<p class="note">No round is done yet.</p>'
 
 
-def _tally(texts: Iterable[str], most: int = 4) -> str:
+def _tally(texts: Iterable[str], limit: int = 4) -> str:
     """Each different text with how often it occurs, the frequent ones first."""
     seen = Counter(text if len(text) <= 120 else text[:119] + "…" for text in texts)
-    said = [text if n == 1 else f"{n} × {text}" for text, n in seen.most_common(most)]
-    rest = sum(seen.values()) - sum(n for _, n in seen.most_common(most))
+    said = [text if n == 1 else f"{n} × {text}" for text, n in seen.most_common(limit)]
+    rest = sum(seen.values()) - sum(n for _, n in seen.most_common(limit))
     return "; ".join([*said, f"{rest} more"] if rest else said)

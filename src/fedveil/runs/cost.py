@@ -26,12 +26,12 @@ FLOAT = 4  # bytes
 
 def cost(task: Task, recipe: Recipe) -> dict[str, Any]:
     """The figures of `fedveil cost`: bytes up and down, passes, ε and an estimate of a client's memory."""
-    from fedveil.core.federation import begin
+    from fedveil.core.federation import init_state
     from fedveil.methods.fedavg import FedAvg
 
     found, recipe = recipe, recipe.settled(task)
     method, plain = recipe.method, FedAvg()
-    begin(task, method, recipe.cohort)  # says what does not suit the task
+    init_state(task, method, recipe.cohort)  # says what does not suit the task
     turns = list(_turns(task, recipe))
     if not turns:
         raise ValueError("the recipe's draws choose nobody in any round; raise cohort.size")
@@ -39,7 +39,7 @@ def cost(task: Task, recipe: Recipe) -> dict[str, Any]:
     if not sum(up):
         raise ValueError("the recipe's draws choose too few clients for a secure sum in every round; raise cohort.size")
     plain_up, plain_down = zip(*(_bytes(plain, task, turn) for turn in turns), strict=True)
-    works = [method.work(turn) for turn in turns]
+    works = [method.forecast_compute(turn) for turn in turns]
     privacy, lasting = _privacy(task, recipe)
     if found != recipe and privacy["noise"] is not None:
         lasting.append(f'Noise "auto" is {privacy["noise"]:g}, the least with which all rounds stay within the budget.')
@@ -105,7 +105,7 @@ def _turns(task: Task, recipe: Recipe) -> Iterator[Turn]:
 def _bytes(method: Method, task: Task, turn: Turn) -> tuple[int, int]:
     """What a client sends and receives in a turn."""
     up = down = 0
-    for question in method.questions(task, turn):
+    for question in method.forecast_messages(task, turn):
         sizes = {**method.schema(task, question, turn.client), **question.sizes()}
         answer = message.blank(method.reply(question), sizes)
         if "records" in answer.__struct_fields__:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fedveil.core import message
 from fedveil.core.ledger import Ledger, Row
-from fedveil.core.message import Envelope, Folded, Record, Refused
+from fedveil.core.message import Container, Envelope, Record, Refused
 from fedveil.privacy import account
 from fedveil.privacy.accountant import Steps
 
@@ -55,7 +55,7 @@ class _Asked(msgspec.Struct, frozen=True):
 
 
 @message.kind(1)
-class Checkpoint(Folded, frozen=True):
+class Checkpoint(Container, frozen=True):
     """Everything a run needs to go on: the server's state and the clients' memories."""
 
     run: bytes
@@ -283,7 +283,7 @@ def fingerprint(*parts: Any) -> bytes:
     return hashlib.blake2b(text, digest_size=8).digest()
 
 
-def refuse_another(path: Path, before: Mapping[str, bytes], now: Mapping[str, bytes]) -> None:
+def validate_same(path: Path, before: Mapping[str, bytes], now: Mapping[str, bytes]) -> None:
     """Raise a `RunError` that names what decides the run in `path` and is not what it was when the run began."""
     if others := [name for name, value in now.items() if before.get(name, value) != value]:
         names = " and ".join([", ".join(others[:-1]), others[-1]] if others[1:] else others)

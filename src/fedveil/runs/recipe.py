@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from fedveil import data, models
-from fedveil.core.federation import Method, Sampling, settle
+from fedveil.core.federation import CohortSampler, Method, settle
 from fedveil.core.seeds import Seed
 from fedveil.core.spelling import nearest
 from fedveil.core.task import LOSSES, Task
@@ -53,13 +53,13 @@ class SplitSpec:
     alpha: float | None = None
     classes: int | None = None
     shards: int | None = None
-    least: int | None = None
-    most: int | None = None  # the public bound on a client's records
+    min_records: int | None = None
+    max_records: int | None = None  # the public bound on a client's records
     held: list[list[int]] | None = None  # the classes of each client, which are public; a classes split has its own
 
     @property
     def options(self) -> dict[str, Any]:
-        chosen = {name: getattr(self, name) for name in ("alpha", "classes", "shards", "least")}
+        chosen = {name: getattr(self, name) for name in ("alpha", "classes", "shards", "min_records")}
         return {name: value for name, value in chosen.items() if value is not None}
 
 
@@ -73,7 +73,7 @@ class Recipe:
     target: float | None = None  # stop at this test accuracy
     task: TaskSpec = field(default_factory=TaskSpec)
     split: SplitSpec = field(default_factory=SplitSpec)
-    cohort: Sampling = field(default_factory=Sampling)
+    cohort: CohortSampler = field(default_factory=CohortSampler)
     method: Method = field(default_factory=FedAvg)
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class Recipe:
         clients = None if self.split.kind == "natural" else self.split.clients
         parts = data.split(self.split.kind, loaded, clients, Seed.root(self.seed), **self.split.options)
         held = parts.held if self.split.held is None else self._held()
-        return self._task(loaded, dataclasses.replace(parts, most=self.split.most, held=held), device)
+        return self._task(loaded, dataclasses.replace(parts, max_records=self.split.max_records, held=held), device)
 
     def _held(self) -> tuple[tuple[int, ...], ...] | None:
         """The classes of each client, where the recipe says them."""
@@ -104,12 +104,14 @@ class Recipe:
 
     def party(self, own: Data, client: int | None, device: str = "cpu") -> Task:
         """The task of one party of a deployment: client `client` with its own records, or the server (None) with test
-        records only. Public are split.clients and split.most, and nothing else about who holds what."""
-        if self.split.most is None:
-            raise ValueError("split.most is not set; a deployment needs the most records that any client may hold")
+        records only. Public are split.clients and split.max_records, and nothing else about who holds what."""
+        if self.split.max_records is None:
+            raise ValueError(
+                "split.max_records is not set; a deployment needs the most records that any client may hold"
+            )
         if self.cohort.kind == "weighted":
             raise ValueError("cohort.kind is 'weighted', but a server does not know who holds how much; use uniform")
-        share = data.Share.of(client, self.split.clients, len(own.x), self.split.most, self._held())
+        share = data.Share.of(client, self.split.clients, len(own.x), self.split.max_records, self._held())
         return self._task(own, share, device)
 
     def _task(self, loaded: Data, parts: data.Split, device: str) -> Task:
@@ -249,7 +251,7 @@ def _lacking(kind: type[Any], key: str, where: str) -> str:
     having = sorted(name for name, other in getattr(kind, "registry", {}).items() if key in keys(other))
     if not having:
         return ""
-    why = getattr(kind, "lacks", {}).get(key)
+    why = getattr(kind, "unsupported", {}).get(key)
     return f"{kind.name} has no '{where}'{f': {why}' if why else ''}; it is a key of {', '.join(having)}"
 
 

@@ -16,7 +16,7 @@ ROOM = 10.0  # how many times its cohort's median a client's number may be, and 
 
 
 @dataclass(frozen=True)
-class Merge:
+class Aggregator:
     """Updates [m, d] of m clients -> one update [d].
 
     mean:    weighted by records
@@ -33,9 +33,9 @@ class Merge:
 
     def __post_init__(self) -> None:
         if self.kind not in ("mean", "clip", "median", "trimmed", "krum"):
-            raise ValueError(f"merge.kind is '{self.kind}'; use mean, clip, median, trimmed or krum")
+            raise ValueError(f"aggregator.kind is '{self.kind}'; use mean, clip, median, trimmed or krum")
         if self.clip <= 0 or not 0 <= self.trim < 0.5 or self.byzantine < 0:
-            raise ValueError("a merge needs clip > 0, 0 <= trim < 0.5 and byzantine >= 0")
+            raise ValueError("an aggregator needs clip > 0, 0 <= trim < 0.5 and byzantine >= 0")
 
     def __call__(self, updates: Tensor, weights: Tensor) -> Tensor:
         share = (weights / weights.sum()).to(updates.dtype)
@@ -57,19 +57,19 @@ class Merge:
 
 
 def clamped(
-    cohort: Cohort, name: str, told: Mapping[int, float], room: float = ROOM, least: bool = True
+    cohort: Cohort, name: str, told: Mapping[int, float], room: float = ROOM, raise_low: bool = True
 ) -> dict[int, float]:
     """The numbers that clients told, each cut to `room` times their median and raised to a `room`-th part of it.
 
     One client cannot move the median beyond what others told, so none can hold back or drown the rest. A number that
     was clamped is in the ledger's events. Fewer than 3 clients have no majority, and their numbers stay as they are.
 
-    least: whether small numbers are raised
+    raise_low: whether small numbers are raised
     """
     if len(told) < 3:
         return dict(told)
     middle = median(told.values())
-    low, high = middle / room if least else 0.0, middle * room
+    low, high = middle / room if raise_low else 0.0, middle * room
     kept = {client: min(max(value, low), high) for client, value in told.items()}
     for client, value in told.items():
         if kept[client] != value:
@@ -81,5 +81,5 @@ def shortened(cohort: Cohort, answers: Answers, name: str) -> list[Tensor]:
     """A vector of every answer; one whose root mean square is more than `ROOM` times the median is scaled to that."""
     vectors: dict[int, Tensor] = {client: getattr(answer, name) for client, answer in answers.items()}
     sizes = {k: float(torch.linalg.vector_norm(v)) / math.sqrt(len(v)) for k, v in vectors.items()}
-    kept = clamped(cohort, f"{name} with a root mean square", sizes, least=False)
+    kept = clamped(cohort, f"{name} with a root mean square", sizes, raise_low=False)
     return [v * (kept[k] / sizes[k]) if kept[k] < sizes[k] else v for k, v in vectors.items()]

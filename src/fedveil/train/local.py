@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedveil.core.clients import Crowd
-from fedveil.core.forecast import Work
+from fedveil.core.clients import ClientStack
+from fedveil.core.forecast import Compute
 from fedveil.gpu.graphs import repeat
 from fedveil.privacy.dpsgd import DpSgd
 
@@ -21,7 +21,7 @@ Gradient = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # weights [C, d],
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalTraining:
     """Minibatch training on a client's own records, reshuffled every epoch."""
 
     optimizer: str = "sgd"  # sgd, momentum or adam
@@ -49,16 +49,16 @@ class Local:
         """The learning rate of a round."""
         return self.lr * self.decay ** (round_ - 1)
 
-    def work(self, records: int) -> Work:
+    def forecast_compute(self, records: int) -> Compute:
         """What `train` takes of a client with so many records."""
         per_epoch = -(-records // self.batch)
         epochs, steps = divmod(self.steps or self.epochs * per_epoch, per_epoch)
         moments = ("sgd", "momentum", "adam").index(self.optimizer)
-        return Work(epochs * records + steps * self.batch, 3 + moments, min(self.batch, records))
+        return Compute(epochs * records + steps * self.batch, 3 + moments, min(self.batch, records))
 
     def train(
         self,
-        crowd: Crowd,
+        stack: ClientStack,
         w: Tensor,
         correction: Callable[[Tensor], Tensor] | None = None,
         gradient_of: Gradient | None = None,
@@ -69,15 +69,15 @@ class Local:
         to `w`, SCAFFOLD's control variates. A client whose steps are done stays as it is while others go on.
         `gradient_of` takes the place of `task.gradient` where gradients are not derived but estimated.
         """
-        task, device = crowd.task, crowd.task.device
-        index, size = self.schedule(crowd)
-        crowd.passes += int(size.sum())
+        task, device = stack.task, stack.task.device
+        index, size = self.schedule(stack)
+        stack.passes += int(size.sum())
         steps = (size > 0).sum(0)
         index_, size_ = torch.from_numpy(index).to(device), torch.from_numpy(size).to(device)
-        weights = w.to(device).expand(len(crowd), -1).clone()
+        weights = w.to(device).expand(len(stack), -1).clone()
         cursor = torch.zeros(1, dtype=torch.int64, device=device)
         derive = gradient_of or (lambda *batch: task.fast_gradient(*batch)[0])
-        descend = self._descent(weights, crowd.round, correction)
+        descend = self._descent(weights, stack.round, correction)
 
         def step(width: int) -> None:
             rows, count = index_[cursor, :, :width][0], size_[cursor][0]
@@ -92,32 +92,32 @@ class Local:
         return weights, torch.from_numpy(steps).to(device)
 
     def train_privately(
-        self, crowd: Crowd, w: Tensor, how: DpSgd, correction: Callable[[Tensor], Tensor] | None = None
+        self, stack: ClientStack, w: Tensor, how: DpSgd, correction: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
         """Train each client from `w` [d] by private gradients, weights [C, d]: all that they tell of its records.
 
         Every client takes as many steps, however many records it has. Weight decay and `correction` look at weights
         only, and come after the noise.
         """
-        weights = w.to(crowd.task.device).expand(len(crowd), -1).clone()
-        descend, everyone = self._descent(weights, crowd.round, correction), weights.new_ones(len(crowd), 1)
-        steps = self.private_steps(crowd.task.largest)
-        how.descend(crowd, weights, self.batch, steps, lambda gradient: descend(gradient, everyone))
+        weights = w.to(stack.task.device).expand(len(stack), -1).clone()
+        descend, everyone = self._descent(weights, stack.round, correction), weights.new_ones(len(stack), 1)
+        steps = self.private_steps(stack.task.largest)
+        how.descend(stack, weights, self.batch, steps, lambda gradient: descend(gradient, everyone))
         return weights
 
     def private_steps(self, largest: int) -> int:
         """The steps of private training, where `largest` records are the most a client may have."""
         return self.steps or self.epochs * -(-largest // self.batch)
 
-    def private_work(self, records: int, largest: int) -> Work:
+    def forecast_private_compute(self, records: int, largest: int) -> Compute:
         """What `train_privately` takes of a client with so many records."""
         size, moments = min(self.batch, records), ("sgd", "momentum", "adam").index(self.optimizer)
-        return Work(self.private_steps(largest) * size, 4 + moments + size, size)
+        return Compute(self.private_steps(largest) * size, 4 + moments + size, size)
 
-    def schedule(self, crowd: Crowd) -> tuple[np.ndarray, np.ndarray]:
+    def schedule(self, stack: ClientStack) -> tuple[np.ndarray, np.ndarray]:
         """Which records each step uses: indices [S, C, B] and how many of the B count, [S, C] (0 when done)."""
         plans = []
-        for own, seed in zip(crowd.rows.indices, crowd.seeds("shuffle"), strict=True):
+        for own, seed in zip(stack.rows.indices, stack.seeds("shuffle"), strict=True):
             rng, per_epoch = seed.numpy(), -(-len(own) // self.batch)
             total = self.steps or self.epochs * per_epoch
             epochs = [_batches(rng.permutation(own), self.batch) for _ in range(-(-total // per_epoch))]
@@ -125,11 +125,11 @@ class Local:
                 (np.concatenate([b for b, _ in epochs])[:total], np.concatenate([n for _, n in epochs])[:total])
             )
         longest = max(len(n) for _, n in plans)
-        width = min(self.batch, int(crowd.rows.counts.max()))
-        index = np.zeros((longest, len(crowd), width), np.int64)
-        size = np.zeros((longest, len(crowd)), np.int64)
+        width = min(self.batch, int(stack.rows.counts.max()))
+        index = np.zeros((longest, len(stack), width), np.int64)
+        size = np.zeros((longest, len(stack)), np.int64)
         for k, (batches, counts) in enumerate(plans):
-            index[:, k] = crowd.rows.indices[k][0]
+            index[:, k] = stack.rows.indices[k][0]
             index[: len(counts), k] = batches[:, :width]
             size[: len(counts), k] = counts
         return index, size
@@ -197,19 +197,19 @@ def _widths(size: np.ndarray, device: torch.device) -> Iterator[tuple[int, int]]
             yield width, len(list(steps))
 
 
-def full_work(records: int) -> Work:
+def full_gradient_compute(records: int) -> Compute:
     """What `full_gradient` takes of a client with so many records."""
-    return Work(records, held=min(GRADIENT_CHUNK, records))
+    return Compute(records, held=min(GRADIENT_CHUNK, records))
 
 
-def full_gradient(crowd: Crowd, w: Tensor) -> tuple[Tensor, Tensor]:
+def full_gradient(stack: ClientStack, w: Tensor) -> tuple[Tensor, Tensor]:
     """Each client's gradient over all its records at `w` [d], and its mean loss there: [C, d], [C]."""
-    task, device = crowd.task, crowd.task.device
-    index, mask = (torch.from_numpy(a).to(device) for a in crowd.rows.padded())
-    crowd.passes += int(crowd.rows.counts.sum())
-    weights = w.to(device).expand(len(crowd), -1)
+    task, device = stack.task, stack.task.device
+    index, mask = (torch.from_numpy(a).to(device) for a in stack.rows.padded())
+    stack.passes += int(stack.rows.counts.sum())
+    weights = w.to(device).expand(len(stack), -1)
     gradient = torch.zeros_like(weights)
-    loss = torch.zeros(len(crowd), device=device)
+    loss = torch.zeros(len(stack), device=device)
     total = mask.sum(1)
     for rows, part in zip(index.split(GRADIENT_CHUNK, 1), mask.split(GRADIENT_CHUNK, 1), strict=True):
         share = part.sum(1) / total

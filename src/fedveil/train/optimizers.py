@@ -27,7 +27,7 @@ class ServerState(State, frozen=True):
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerOptimizer:
     """The server's optimiser: plain (FedAvg), momentum (FedAvgM) or adam (FedAdam, Reddi et al. 2021, algorithm 2)."""
 
     optimizer: str = "plain"
@@ -44,7 +44,7 @@ class Server:
         if not 0 <= self.momentum < 1 or not 0 <= self.beta2 < 1 or self.tau <= 0:
             raise ValueError("server.momentum and server.beta2 are from 0 to below 1, and server.tau is above 0")
 
-    def begin(self, weights: Tensor) -> ServerState:
+    def init_state(self, weights: Tensor) -> ServerState:
         moment = torch.zeros_like(weights)
         return ServerState(
             weights,

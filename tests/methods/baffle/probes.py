@@ -1,16 +1,16 @@
-"""What the tests of probes share: a crowd of a small task."""
+"""What the tests of probes share: a stack of a small task."""
 
 import torch
 
 import fedveil as fv
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from toys import linear_task
 
 
-def crowd(task: fv.Task, clients=None, memory=None) -> Crowd:
+def stack(task: fv.Task, clients=None, memory=None) -> ClientStack:
     chosen = tuple(range(len(task.clients))) if clients is None else clients
     held = memory or [None] * len(chosen)
-    return Crowd(task, chosen, 1, fv.Seed.root(0), fv.Seed.root(0), held, [{} for _ in chosen])
+    return ClientStack(task, chosen, 1, fv.Seed.root(0), fv.Seed.root(0), held, [{} for _ in chosen])
 
 
 def gradients(task: fv.Task, w: torch.Tensor) -> torch.Tensor:
@@ -19,4 +19,4 @@ def gradients(task: fv.Task, w: torch.Tensor) -> torch.Tensor:
     return task.gradient(w.expand(len(task.clients), -1), task.x[index], task.y[index], mask)[0]
 
 
-__all__ = ["crowd", "gradients", "linear_task"]
+__all__ = ["gradients", "linear_task", "stack"]

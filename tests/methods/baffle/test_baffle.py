@@ -11,14 +11,14 @@ from fedveil.codecs.directions import Directions, words
 from fedveil.core import message
 from fedveil.core.message import Refused
 from fedveil.core.seeds import Seed
-from fedveil.engines import Local as Engine
+from fedveil.engines import LocalEngine as Engine
 from fedveil.methods.baffle.baffle import BaffleState, Probe, Slopes, Walk, Walked
 from fedveil.runs import recipe
 from fedveil.runs.cost import cost
-from methods.baffle.probes import crowd, gradients
+from methods.baffle.probes import gradients, stack
 from toys import kept, linear_task
 
-PLAIN = {"server": fv.Server("plain", 0.5), "clip": None}
+PLAIN = {"server": fv.ServerOptimizer("plain", 0.5), "clip": None}
 
 
 def key_of(round_):
@@ -78,11 +78,11 @@ def test_weak_clients_probe_fewer_directions_and_each_direction_has_the_mean_of_
 
 
 def test_an_epoch_with_a_whole_basis_of_directions_is_fedavgs():
-    local = fv.Local("adam", 0.05, epochs=2, batch=4, beta2=0.99, weight_decay=5e-4)
+    local = fv.LocalTraining("adam", 0.05, epochs=2, batch=4, beta2=0.99, weight_decay=5e-4)
     for seeds in ("own", "shared"):
         probed = fv.Baffle(
             level="epoch", law="orthogonal", directions=8, scheme="central", sigma=1e-3, seeds=seeds, local=local,
-            clip=None, server=fv.Server(),
+            clip=None, server=fv.ServerOptimizer(),
         )  # fmt: skip
         ours = fv.run(linear_task(uneven=True), probed, rounds=2, cohort=4)
         theirs = fv.run(linear_task(uneven=True), fv.FedAvg(local), rounds=2, cohort=4)
@@ -102,7 +102,7 @@ def test_a_stack_answers_what_its_clients_would_alone(level):
 def test_a_batch_is_a_draw_of_so_many_records():
     task = linear_task(uneven=True)
     method = fv.Baffle(batch=4)
-    everyone = crowd(task)
+    everyone = stack(task)
     index, mask = method.drawn(everyone, torch.tensor([1, 2, 3, 4]))
     for k in range(4):
         mine = index[k][mask[k] > 0].tolist()
@@ -161,9 +161,9 @@ def test_a_masked_vector_is_four_bytes_a_direction_and_the_protocol_a_column_of_
 
 def test_questions_that_are_summed_are_not_answered_in_the_clear():
     method = fv.Baffle(secure=fv.SecureSum(clip=16.0))
-    assert Probe not in method.answer
-    assert Slopes.sums
-    assert Walked.sums
+    assert Probe not in method.handlers
+    assert Slopes.additive
+    assert Walked.additive
 
 
 # ---------------------------------------------------------------------------------------------------- settings
@@ -196,12 +196,12 @@ def test_a_client_does_no_more_work_than_the_recipe_says(level):
     task = linear_task()
     kind = Probe if level == "batch" else Walk
     with pytest.raises(Refused, match="too large: 10000 directions are asked for, 100 are answered"):
-        fv.Baffle(level=level).answer[kind](crowd(task), kind(task.initial, 1, 10_000))
+        fv.Baffle(level=level).handlers[kind](stack(task), kind(task.initial, 1, 10_000))
 
 
 def test_a_layer_that_is_not_there_is_named():
     with pytest.raises(ValueError, match=r"'fc\*', which no layer is called; there are weight, bias"):
-        fv.Baffle(layers=["fc*"]).begin(linear_task())
+        fv.Baffle(layers=["fc*"]).init_state(linear_task())
 
 
 SUMMED = {"secure": fv.SecureSum(clip=16.0)}
@@ -216,7 +216,7 @@ def test_what_a_run_costs_is_known_before(settings):
         recipe.read("digits/fedavg", ["split.clients=60"]),
         method=fv.Baffle(directions=40, **settings),
         rounds=3,
-        cohort=fv.Sampling(size=5),
+        cohort=fv.CohortSampler(size=5),
     )
     task = plan.build()
     told = cost(task, plan)
@@ -260,9 +260,9 @@ def test_digits_are_learnt_under_the_secure_sum_with_drop_outs():
 def test_a_client_that_is_done_waits_for_larger_ones_unchanged():
     """In a stack of uneven clients a small one's later batches are empty."""
     task = linear_task(uneven=True)
-    method = fv.Baffle(level="epoch", directions=4, local=fv.Local(batch=2))
+    method = fv.Baffle(level="epoch", directions=4, local=fv.LocalTraining(batch=2))
     question = Walk(task.initial, 7, 4)
-    together = method.walk(crowd(task), question)
+    together = method.walk(stack(task), question)
     for client, answer in enumerate(together):
-        (alone,) = method.walk(crowd(task, (client,)), question)
+        (alone,) = method.walk(stack(task, (client,)), question)
         torch.testing.assert_close(answer.update, alone.update, atol=1e-5, rtol=1e-4)

@@ -19,11 +19,11 @@ from fedveil.cli import app
 from fedveil.core import message
 from fedveil.core.clients import Reply
 from fedveil.core.message import Envelope
-from fedveil.engines import Local
+from fedveil.engines import LocalEngine
 from fedveil.methods.baffle import edge
 from fedveil.methods.baffle.baffle import Probe, Slopes
 from fedveil.methods.baffle.export import export
-from methods.baffle.probes import crowd
+from methods.baffle.probes import stack
 
 CLIENT = 3
 WHERE = Envelope(b"run 1234", 7, CLIENT, 2)
@@ -86,7 +86,7 @@ def test_a_process_without_pytorch_gives_the_same_answer_in_100_megabytes(task, 
     assert int(most) < 100_000  # kB
     answer, where = message.unframe(done.stdout, {Slopes.kind: Slopes}, 10_000)
     assert where == WHERE
-    (expected,) = fv.Baffle(directions=20).probe(crowd(task, (CLIENT,)), task.initial, asked(task))
+    (expected,) = fv.Baffle(directions=20).probe(stack(task, (CLIENT,)), task.initial, asked(task))
     assert answer.records == expected.records
     assert distance(expected.slopes, answer.slopes) < 1e-4
 
@@ -104,19 +104,21 @@ def test_every_setting_is_answered_as_with_pytorch(task, exported, tmp_path, set
     found = client(task, changed(exported, tmp_path, **settings)).answer(message.frame(asked(task), WHERE))
     answer, _ = message.unframe(found, {Slopes.kind: Slopes}, 10_000)
     method = fv.Baffle(**{"directions": 20, **settings})
-    (expected,) = method.probe(crowd(task, (CLIENT,)), task.initial, asked(task))
+    (expected,) = method.probe(stack(task, (CLIENT,)), task.initial, asked(task))
     assert distance(expected.slopes, answer.slopes) < 3e-4  # of fewer records, so each rounding counts more
 
 
 def test_a_federation_takes_an_edge_client_among_others(task, exported):
-    class Mixed(Local):
+    class Mixed(LocalEngine):
         def deliver(self, letters, deadline):
             mine = [letter for letter in letters if letter.client == CLIENT]
             yield from super().deliver([letter for letter in letters if letter not in mine], deadline)
             for letter in mine:
                 yield Reply(CLIENT, client(task, exported).answer(letter.frame))
 
-    plain, mixed = (fv.run(task, fv.Baffle(directions=20), rounds=1, cohort=10, engine=e()) for e in (Local, Mixed))
+    plain, mixed = (
+        fv.run(task, fv.Baffle(directions=20), rounds=1, cohort=10, engine=e()) for e in (LocalEngine, Mixed)
+    )
     assert not any(row.missing for row in mixed.ledger.rows)
     assert plain.ledger.rows[0].up == mixed.ledger.rows[0].up
     assert CLIENT in mixed.ledger.rows[0].cohort
@@ -216,7 +218,7 @@ def test_a_question_to_another_client_and_records_of_another_shape_are_refused(t
 
 def test_layers_that_are_not_trained_are_part_of_the_model_and_can_have_8_bits(task, tmp_path):
     method = fv.Baffle(directions=20, layers=["fc2*"])
-    (expected,) = method.probe(crowd(task, (CLIENT,)), task.initial, asked(task))
+    (expected,) = method.probe(stack(task, (CLIENT,)), task.initial, asked(task))
     sizes = []
     for quantise, error in ((False, 3e-4), (True, 0.03)):
         folder = tmp_path / str(quantise)

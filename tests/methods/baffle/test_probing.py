@@ -14,7 +14,7 @@ from fedveil.methods.baffle import baffle
 from fedveil.methods.baffle.baffle import Probe, Walk
 from fedveil.methods.baffle.memory import peak
 from fedveil.methods.baffle.probing import Prober, forward_only
-from methods.baffle.probes import crowd, gradients, linear_task
+from methods.baffle.probes import gradients, linear_task, stack
 
 CPU = torch.device("cpu")
 
@@ -142,12 +142,12 @@ def test_nothing_on_a_clients_path_is_differentiated(level, seeds, inference, no
     method = fv.Baffle(level=level, seeds=seeds, directions=4, layers=["weight"])
     question = Probe(task.initial, 5, 4) if level == "batch" else Walk(task.initial, 5, 4)
     with torch.inference_mode(inference):
-        answers = method.answer[type(question)](crowd(task), question)
+        answers = method.handlers[type(question)](stack(task), question)
     assert len(answers) == 4
     made = [answer.slopes if level == "batch" else answer.update for answer in answers]
     assert not any(tensor.requires_grad for tensor in made)
     with pytest.raises(AssertionError, match="differentiated"):
-        method.local.train(crowd(task), task.initial)
+        method.local.train(stack(task), task.initial)
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def wide():
 
 def held(method, task, count):
     """The most bytes a client holds while it answers."""
-    return peak(lambda: method.probe(crowd(task, (0,)), task.initial, Probe(task.initial, 1, count)))
+    return peak(lambda: method.probe(stack(task, (0,)), task.initial, Probe(task.initial, 1, count)))
 
 
 def test_memory_does_not_grow_with_the_number_of_directions():

@@ -1,4 +1,4 @@
-"""Small tasks for surrogate methods, and crowds of their clients."""
+"""Small tasks for surrogate methods, and stacks of their clients."""
 
 import numpy as np
 import torch
@@ -23,11 +23,11 @@ def task_of(sizes=(12, 12, 12, 12), hands=((0, 1), (1, 2), (0, 2), (0, 1)), seed
     return fv.Task(model, data, fv.Split(np.arange(len(y)), starts, "by hand", max(sizes), held))
 
 
-def crowd_of(task, clients=None, round_=1, memory=None, notes=None) -> fv.Crowd:
+def stack_of(task, clients=None, round_=1, memory=None, notes=None) -> fv.ClientStack:
     clients = tuple(range(len(task.clients))) if clients is None else clients
     blank = [None] * len(clients)
     seed, secret = fv.Seed.root(0).child("round", round_), fv.Seed.root(9)
-    return fv.Crowd(task, clients, round_, seed, secret, memory or blank, notes or [{} for _ in clients])
+    return fv.ClientStack(task, clients, round_, seed, secret, memory or blank, notes or [{} for _ in clients])
 
 
 def images_task(convolutions=2) -> fv.Task:

@@ -123,6 +123,6 @@ def test_what_does_not_suit_is_one_sentence():
     with pytest.raises(ValueError, match=r"method.augment names 'mirror'"):
         FedLap(augment="mirror")
     with pytest.raises(ValueError, match=r"method.augment changes images, and a record of shape \(3,\) is none"):
-        FedLap(augment="crop").begin(linear_task())
+        FedLap(augment="crop").init_state(linear_task())
     with pytest.raises(ValueError, match="a digit in the mirror is no digit"):
-        FedLap(augment="crop flip").begin(recipe.read("digits/fedlap").build())
+        FedLap(augment="crop flip").init_state(recipe.read("digits/fedlap").build())

@@ -21,7 +21,7 @@ from fedveil.methods.surrogates.matching import matched
 from fedveil.methods.surrogates.sets import Distil
 from fedveil.privacy import dpsgd
 from fedveil.privacy.dpsgd import DpSgd, _clipped_sum, clipped_sum
-from methods.surrogates.small import crowd_of, images_task
+from methods.surrogates.small import images_task, stack_of
 from toys import Fold, Spread
 
 ATEN = torch.ops.aten
@@ -78,7 +78,7 @@ METHODS = {
 
 
 def answers(task, method):
-    return method.distil(crowd_of(task), Distil(task.initial, 2 * method.images))
+    return method.distil(stack_of(task), Distil(task.initial, 2 * method.images))
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -204,7 +204,7 @@ def test_pieces_of_one_size_have_the_same_private_gradient(monkeypatch):
     for on in (False, True):
         monkeypatch.setattr(graphs, "COMPILED", on)
         monkeypatch.setattr(task, "_fused", {})
-        gradient = how.gradients(crowd_of(task), weights, 8, [(2, [Seed.root(k) for k in range(2)])])
+        gradient = how.gradients(stack_of(task), weights, 8, [(2, [Seed.root(k) for k in range(2)])])
         found.append(torch.stack([gradient(), gradient()]))
     assert set(seen[2:]) == {3}
     assert torch.allclose(*found, atol=1e-6)

@@ -14,7 +14,7 @@ from fedveil.core import message
 from fedveil.core.clients import Clients, Letter
 from fedveil.core.message import Envelope, Refused
 from fedveil.data import from_tensors
-from fedveil.engines import Local as Engine
+from fedveil.engines import LocalEngine as Engine
 from fedveil.methods.surrogates import base
 from fedveil.methods.surrogates.fedlap import Batches, FedLap
 from fedveil.methods.surrogates.sets import Classes, Distil, Surrogate, WhichClasses
@@ -22,7 +22,7 @@ from fedveil.privacy.accountant import Noised, epsilon
 from fedveil.privacy.dpsgd import DpSgd, Gradients
 from fedveil.runs import recipe
 from fedveil.runs.cost import cost
-from methods.surrogates.small import crowd_of, task_of
+from methods.surrogates.small import stack_of, task_of
 from toys import Tamper, kept
 
 SMALL = {"images": 2, "passes": 1, "batches": 3, "batch": 8, "steps": 5, "image_lr": 1.0}
@@ -38,8 +38,8 @@ def question(task, method, classes=2) -> Distil:
 
 def test_labels_are_equally_many_of_each_class_that_a_client_holds():
     task, method = task_of(), FedLap(**SMALL)
-    assert [a.held.tolist() for a in method.which(crowd_of(task), WhichClasses())][:2] == [[1, 1, 0], [0, 1, 1]]
-    answers = method.distil(crowd_of(task), question(task, method))
+    assert [a.held.tolist() for a in method.which(stack_of(task), WhichClasses())][:2] == [[1, 1, 0], [0, 1, 1]]
+    answers = method.distil(stack_of(task), question(task, method))
     assert [a.labels.tolist() for a in answers][:3] == [[0, 0, 1, 1], [1, 1, 2, 2], [0, 0, 2, 2]]
     assert [a.records for a in answers] == [12] * 4
 
@@ -47,15 +47,15 @@ def test_labels_are_equally_many_of_each_class_that_a_client_holds():
 def test_fitting_brings_the_gradients_of_the_images_to_those_of_the_records():
     task = task_of()
     method = FedLap(**{**SMALL, "batches": 200, "batch": 100, "image_lr": 0.5})
-    crowd = crowd_of(task)
-    labels = torch.stack([a.labels for a in method.distil(crowd_of(task), question(task, method))]).long()
-    images = method.start(crowd, labels)
+    stack = stack_of(task)
+    labels = torch.stack([a.labels for a in method.distil(stack_of(task), question(task, method))]).long()
+    images = method.start(stack, labels)
     before, after = torch.zeros(4), torch.zeros(4)
-    rows = torch.from_numpy(crowd.rows.padded()[0])
+    rows = torch.from_numpy(stack.rows.padded()[0])
     w = task.initial.expand(4, -1)
     goal = task.gradient(w, task.x[rows], task.y[rows], torch.ones(rows.shape))[0]
     method.slope(task, w, images, labels, goal, before)
-    method.fit(crowd, task.initial, images, labels)
+    method.fit(stack, task.initial, images, labels)
     method.slope(task, w, images, labels, goal, after)
     assert (after < 0.2 * before).all()
 
@@ -77,11 +77,11 @@ def test_a_stack_fits_what_its_clients_fit_by_themselves(passes):
     """Also where some are out of their radius while others go on, in two trajectories."""
     task = task_of(sizes=(12, 9, 7, 11))
     method = FedLap(**{**SMALL, "passes": 4}, model_steps=1, trajectories=2, radius=0.2)
-    together = method.distil(crowd_of(task), question(task, method))
+    together = method.distil(stack_of(task), question(task, method))
     left = [((weights - task.initial).norm(dim=1) >= method.radius).tolist() for _, weights in passes]
     assert any(True in some and False in some for some in left)
     for k, answer in enumerate(together):
-        (alone,) = method.distil(crowd_of(task, (k,)), question(task, method))
+        (alone,) = method.distil(stack_of(task, (k,)), question(task, method))
         assert torch.allclose(alone.images, answer.images, atol=1e-4)
         assert alone.radius == pytest.approx(answer.radius, rel=1e-3)
 
@@ -91,10 +91,10 @@ def test_what_images_start_from():
     labels = torch.tensor([[0, 0, 1, 1]])
 
     def started(init, memory=None, round_=1):
-        return FedLap(**SMALL, init=init).start(crowd_of(task, (0,), round_, memory and [memory]), labels)
+        return FedLap(**SMALL, init=init).start(stack_of(task, (0,), round_, memory and [memory]), labels)
 
-    (answer,) = FedLap(**SMALL).distil(crowd := crowd_of(task, (0,)), Distil(task.initial, 4))
-    (last,) = crowd.kept
+    (answer,) = FedLap(**SMALL).distil(stack := stack_of(task, (0,)), Distil(task.initial, 4))
+    (last,) = stack.kept
     assert torch.equal(started("previous", last)[0], answer.images)
     assert torch.equal(started("previous"), started("noise"))
     assert torch.equal(started("noise", last), started("noise"))
@@ -108,11 +108,11 @@ def test_what_images_start_from():
 
 def test_a_set_is_as_like_the_records_as_its_gradient():
     task, method = task_of(), FedLap(**SMALL)
-    crowd = crowd_of(task)
-    rows = torch.from_numpy(np.stack(crowd.rows.indices))
+    stack = stack_of(task)
+    rows = torch.from_numpy(np.stack(stack.rows.indices))
     x, y = task.x[rows], task.y[rows]
-    assert method.likeness(crowd, task.initial, x, y).tolist() == pytest.approx([1.0] * 4, abs=1e-5)
-    for k, found in enumerate(method.likeness(crowd, task.initial, x[:, :3], y[:, :3]).tolist()):
+    assert method.likeness(stack, task.initial, x, y).tolist() == pytest.approx([1.0] * 4, abs=1e-5)
+    for k, found in enumerate(method.likeness(stack, task.initial, x[:, :3], y[:, :3]).tolist()):
         one, other = (
             torch.func.grad(lambda w, n=n, k=k: task.losses(w, x[k, :n], y[k, :n]).mean())(task.initial)
             for n in (3, 12)
@@ -122,23 +122,23 @@ def test_a_set_is_as_like_the_records_as_its_gradient():
 
 def test_a_class_with_fewer_records_than_images_repeats_them():
     task = task_of(sizes=(3,), hands=((0, 1),))  # two records of class 0, one of class 1
-    real = FedLap(**{**SMALL, "images": 3}, init="real").start(crowd_of(task), torch.tensor([[0, 0, 0, 1, 1, 1]]))[0]
+    real = FedLap(**{**SMALL, "images": 3}, init="real").start(stack_of(task), torch.tensor([[0, 0, 0, 1, 1, 1]]))[0]
     assert len(real[:3].unique(dim=0)) == 2
     assert len(real[3:].unique(dim=0)) == 1
 
 
 def test_a_trajectory_stays_within_its_radius_and_makes_as_many_passes_as_it_may(passes):
-    task, crowd = task_of(), crowd_of(task_of())
+    task, stack = task_of(), stack_of(task_of())
     steady = {**SMALL, "trajectories": 2, "passes": 4, "region": "fixed"}
-    FedLap(**steady).distil(crowd, question(task, FedLap(**SMALL)))
+    FedLap(**steady).distil(stack, question(task, FedLap(**SMALL)))
     assert [number for number, _ in passes] == list(range(8))
     assert all((weights == task.initial).all() for _, weights in passes)  # without model steps they stay where they are
-    whole = crowd.passes
+    whole = stack.passes
     passes.clear()
-    FedLap(**steady, model_steps=3, radius=1e-3).distil(crowd := crowd_of(task), question(task, FedLap(**SMALL)))
+    FedLap(**steady, model_steps=3, radius=1e-3).distil(stack := stack_of(task), question(task, FedLap(**SMALL)))
     assert [number for number, _ in passes] == [0, 1, 4, 5]  # a step leads out of the ball, so the second is not made
     assert [bool((weights == task.initial).all()) for _, weights in passes] == [True, False, True, False]
-    assert crowd.passes == whole / 4
+    assert stack.passes == whole / 4
 
 
 def test_the_radius_is_where_the_real_loss_is_lowest_on_the_way():
@@ -146,7 +146,7 @@ def test_the_radius_is_where_the_real_loss_is_lowest_on_the_way():
     method = FedLap(**{**SMALL, "steps": 40, "lr": 1.0})
     labels = torch.tensor([[0, 0, 1, 1]])
     images = torch.randn(1, 4, 4, generator=torch.Generator().manual_seed(3))
-    (radius,) = method.calibrated(crowd_of(task), task.initial, images, labels).tolist()
+    (radius,) = method.calibrated(stack_of(task), task.initial, images, labels).tolist()
     w, seen = task.initial.clone(), []
     for t in range(40):
         gradient = task.gradient(w[None], images, labels, torch.ones(1, 4))[0][0]
@@ -167,24 +167,24 @@ def test_a_radius_is_measured_on_some_records_of_a_client_that_has_many(monkeypa
 
     monkeypatch.setattr(base, "MEASURED", 5)
     monkeypatch.setattr(task, "stacked_losses", watched)
-    crowd = crowd_of(task)
-    method.calibrated(crowd, task.initial, torch.randn(2, 4, 4), torch.tensor([[0, 0, 1, 1], [1, 1, 2, 2]]))
+    stack = stack_of(task)
+    method.calibrated(stack, task.initial, torch.randn(2, 4, 4), torch.tensor([[0, 0, 1, 1], [1, 1, 2, 2]]))
     assert [y.shape for y in seen] == [(2, 5)] * method.steps
     assert all(torch.equal(y, seen[0]) for y in seen)
-    assert crowd.passes == method.steps * 2 * 5
+    assert stack.passes == method.steps * 2 * 5
 
 
 def test_a_client_that_left_its_radius_looks_at_no_more_records():
-    task, crowd = (made := task_of(sizes=(12, 9), hands=((0, 1), (1, 2)))), crowd_of(made)
+    task, stack = (made := task_of(sizes=(12, 9), hands=((0, 1), (1, 2)))), stack_of(made)
     method = FedLap(**SMALL, radius=1e-6)  # which the first step leaves
-    method.calibrated(crowd, task.initial, torch.randn(2, 4, 4), torch.tensor([[0, 0, 1, 1], [1, 1, 2, 2]]))
-    assert crowd.passes == 12 + 9
+    method.calibrated(stack, task.initial, torch.randn(2, 4, 4), torch.tensor([[0, 0, 1, 1], [1, 1, 2, 2]]))
+    assert stack.passes == 12 + 9
 
 
 def test_a_question_for_other_points_than_belong_to_the_classes_is_refused():
     task, method = task_of(), FedLap(**SMALL)
     with pytest.raises(Refused, match="out of range: 6 points are asked for, 4 belong to it"):
-        method.distil(crowd_of(task), question(task, method, classes=3))
+        method.distil(stack_of(task), question(task, method, classes=3))
 
 
 # ---------------------------------------------------------------------------------------------------- the server
@@ -352,7 +352,7 @@ def test_tokens_are_refused():
     model = nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.Linear(6, 2))
     task = fv.Task(model, data, fv.split("iid", data, 2, fv.Seed.root(0)))
     with pytest.raises(ValueError, match="fedlap fits its inputs by gradient, and tokens have none"):
-        FedLap().begin(task)
+        FedLap().init_state(task)
 
 
 @pytest.mark.parametrize("more", [{}, {"region": "fixed"}])
@@ -385,7 +385,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(tmp_path, more):
 def test_a_private_round_tells_nothing_but_the_noised_set():
     task = task_of(sizes=(12, 9, 7, 11))
     method = FedLap(**SMALL, **PRIVATE)
-    answers = method.distil(crowd_of(task), question(task, method))
+    answers = method.distil(stack_of(task), question(task, method))
     assert {a.records for a in answers} == {1}
     assert {a.radius for a in answers} == {method.radius}
 
@@ -397,8 +397,8 @@ def test_what_a_client_sends_depends_on_its_records_through_private_gradients_on
     method = FedLap(**SMALL, **{**PRIVATE, "model_steps": 1})
     first, second = task_of(seed=0), task_of(sizes=(9, 12, 5, 12), seed=1)
     asked = question(first, method)
-    one = method.distil(crowd_of(first), asked)
-    other = method.distil(crowd_of(second), Distil(first.initial, asked.points))
+    one = method.distil(stack_of(first), asked)
+    other = method.distil(stack_of(second), Distil(first.initial, asked.points))
     assert [message.pack(a) for a in one] == [message.pack(a) for a in other]
 
 
@@ -423,8 +423,10 @@ def test_a_client_answers_no_more_when_that_would_exceed_its_budget():
     result = fv.run(task, method, rounds=2, cohort=4)
     assert result.stopped == "budget"
     assert [row.epsilon for row in result.ledger.rows] == [once]
-    federation = fv.Federation(task, method, Engine(), fv.Sampling(4), fv.Seed.root(0))  # a server that does not count
-    state, first = federation.step(method.begin(task), 1, 2)
+    federation = fv.Federation(
+        task, method, Engine(), fv.CohortSampler(4), fv.Seed.root(0)
+    )  # a server that does not count
+    state, first = federation.step(method.init_state(task), 1, 2)
     _, second = federation.step(state, 2, 2)
     assert not first.missing
     assert set(second.missing) == {"0", "1", "2", "3"}
@@ -438,7 +440,7 @@ def test_a_round_below_its_quorum_is_charged_all_the_same():
         kinds = {r.client: message.envelope(r.frame)[0] for r in replies}
         return [r for r in replies if (round_, r.client, kinds[r.client]) != (1, 2, Surrogate.kind)]
 
-    task, quorum = task_of(), fv.Sampling(size=4, quorum=4)
+    task, quorum = task_of(), fv.CohortSampler(size=4, quorum=4)
     for rounds in (1, 2):
         result = fv.run(task, FedLap(**SMALL, **PRIVATE), rounds=rounds, cohort=quorum, engine=Tamper(lost))
         assert result.ledger.rows[0].events[0].startswith("below quorum")
@@ -534,14 +536,14 @@ def test_a_record_of_another_class_changes_nothing_and_is_left_out(more, caplog)
     """Client 0 is said to hold classes 0 and 1."""
     hands = ((0, 1, *more), (1, 2), (0, 2), (0, 1))
     task = task_of(sizes=(12 + 6 * len(more), 12, 12, 12), hands=hands)
-    task.clients = dataclasses.replace(task.clients, most=20, held=((0, 1), (1, 2), (0, 2), (0, 1)))
-    crowd = crowd_of(task, (0,))
+    task.clients = dataclasses.replace(task.clients, max_records=20, held=((0, 1), (1, 2), (0, 2), (0, 1)))
+    stack = stack_of(task, (0,))
     method = FedLap(**SMALL, **PRIVATE)
-    (classes,) = method.which(crowd, None)
+    (classes,) = method.which(stack, None)
     assert classes.held.tolist() == [1, 1, 0]
-    (made,) = method.distil(crowd, Distil(task.initial, 2 * method.images))
+    (made,) = method.distil(stack, Distil(task.initial, 2 * method.images))
     assert set(made.labels.tolist()) == {0, 1}
-    assert set(task.data.y[crowd.rows.indices[0]].tolist()) == {0, 1}
+    assert set(task.data.y[stack.rows.indices[0]].tolist()) == {0, 1}
     assert ("leaves out 6 records of classes that are not said" in caplog.text) == bool(more)
 
 
@@ -557,7 +559,7 @@ def test_what_is_said_of_classes_must_make_sense():
     for held, told in ((((0, 3), (1,), (0,), (0,)), "names class 3; there are 3"), (((0,), (), (0,), (0,)), "without")):
         task.clients = dataclasses.replace(task.clients, held=held)
         with pytest.raises(ValueError, match=told):
-            FedLap(**SMALL, **PRIVATE).begin(task)
+            FedLap(**SMALL, **PRIVATE).init_state(task)
     plan = recipe.read("digits/fedlap-dp", ["split.held=[[0, 1]]"])
     with pytest.raises(ValueError, match=r"split.held lists 1 clients, but there are 5"):
         plan.build()
@@ -565,6 +567,8 @@ def test_what_is_said_of_classes_must_make_sense():
 
 def test_the_sampling_rate_must_be_public_in_simulations_too():
     task = task_of()
-    task.clients = dataclasses.replace(task.clients, most=None)
-    with pytest.raises(ValueError, match=r"method.privacy needs split.most, a public bound .* for instance to 12"):
+    task.clients = dataclasses.replace(task.clients, max_records=None)
+    with pytest.raises(
+        ValueError, match=r"method.privacy needs split.max_records, a public bound .* for instance to 12"
+    ):
         fv.run(task, FedLap(**SMALL, **PRIVATE), rounds=1, cohort=2)

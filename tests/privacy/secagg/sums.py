@@ -15,7 +15,7 @@ from fedveil.core import message
 from fedveil.core.clients import Clients, Letter, Reply
 from fedveil.core.forecast import Turn
 from fedveil.core.message import Answer, Count, Envelope, Question, Record, Weights
-from fedveil.engines import Local
+from fedveil.engines import LocalEngine
 from fedveil.privacy import SecureSum
 from fedveil.privacy.secagg.masks import FixedPoint
 from toys import Plain
@@ -42,8 +42,8 @@ class Summed(fv.Method):
 
     secure: SecureSum = field(default_factory=SecureSum)
 
-    def begin(self, task: fv.Task) -> fv.State:
-        self.secure.refuse(task, Summand)
+    def init_state(self, task: fv.Task) -> fv.State:
+        self.secure.validate(task, Summand)
         return Plain(task.initial)
 
     def round(self, state: Any, cohort: fv.Cohort) -> fv.State:
@@ -51,16 +51,16 @@ class Summed(fv.Method):
         LAST[:] = [total]
         return Plain(state.weights + total.mean("update"))
 
-    def questions(self, task: fv.Task, turn: Turn) -> list[Question]:
-        return self.secure.questions(self, task, message.blank(Give, task.sizes), turn)
+    def forecast_messages(self, task: fv.Task, turn: Turn) -> list[Question]:
+        return self.secure.forecast_messages(self, task, message.blank(Give, task.sizes), turn)
 
     @property
-    def answer(self) -> Mapping[type[Question], Callable[..., Sequence[Answer]]]:
+    def handlers(self) -> Mapping[type[Question], Callable[..., Sequence[Answer]]]:
         return {**self.secure.stages({Give: self.give})}
 
-    def give(self, crowd: fv.Crowd, question: Give) -> list[Summand]:
-        counts = crowd.task.clients.sizes
-        return [Summand(given(k, len(question.weights)), int(counts[k])) for k in crowd.clients]
+    def give(self, stack: fv.ClientStack, question: Give) -> list[Summand]:
+        counts = stack.task.clients.sizes
+        return [Summand(given(k, len(question.weights)), int(counts[k])) for k in stack.clients]
 
 
 del fv.METHODS[Summed.name]
@@ -72,7 +72,7 @@ def given(client: int, size: int = 8) -> Tensor:
     return torch.from_numpy(fv.Seed.root(client).numpy().uniform(-1, 1, size).astype(np.float32))
 
 
-class Only(fv.Sampling):
+class Only(fv.CohortSampler):
     """The first clients, always."""
 
     def draw(self, task: fv.Task, seed: fv.Seed) -> tuple[int, ...]:
@@ -94,7 +94,7 @@ def rounding(client: int, round_: int = 1, seed: int = 0) -> np.random.Generator
     return fv.Seed.root(seed).child("round", round_, "client", client, "rounding").numpy()
 
 
-class Transport(Local):
+class Transport(LocalEngine):
     """A local engine between server and clients that can lose, change and repeat what passes, and keeps it.
 
     drop:   stage (kind of question) -> clients whose question gets lost

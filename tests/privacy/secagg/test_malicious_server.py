@@ -21,13 +21,13 @@ from torch import nn
 
 import fedveil as fv
 from fedveil.core import message
-from fedveil.core.clients import Clients, Crowd
+from fedveil.core.clients import Clients, ClientStack
 from fedveil.core.message import Record, Refused
 from fedveil.data import from_tensors
 from fedveil.engines import kept
 from fedveil.links.agreed import Send
 from fedveil.links.down import Train, TrainFull, TrainHere
-from fedveil.links.steps import Follow, InStep
+from fedveil.links.steps import CatchUp, WeightsDigest
 from fedveil.methods.baffle.baffle import Probe, Walk
 from fedveil.privacy import Identities, SecureSum
 from fedveil.privacy.secagg import client as summand
@@ -54,8 +54,8 @@ from toys import linear_task
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rounds in which nobody answers, as they should
 N, VICTIM = 6, 2
-LOCAL = fv.Local(lr=0.1, batch=4)
-AGE = fv.FedAge(block=16, cohort=5, width=0)
+LOCAL = fv.LocalTraining(lr=0.1, batch=4)
+AGE = fv.FedAgeCodec(block=16, cohort=5, width=0)
 HIDDEN = 16
 
 
@@ -116,9 +116,9 @@ def unscrupulous(monkeypatch) -> Callable[..., Loot]:
     seen: dict[str, Any] = {}
     encoded = Summand._encoded
 
-    def listened(self, crowd, i, *args):
-        vector = encoded(self, crowd, i, *args)
-        seen["encoded"][crowd.clients[i]] = vector.copy()
+    def listened(self, stack, i, *args):
+        vector = encoded(self, stack, i, *args)
+        seen["encoded"][stack.clients[i]] = vector.copy()
         return vector
 
     monkeypatch.setattr(FixedPoint, "check", lambda self, total, clients: seen.update(total=total.copy()))
@@ -159,7 +159,7 @@ def dead_before(kind: type, **changes: Any) -> Callable[[int, Any], Any]:
 
 def in_step(client: int, answer: Any) -> Any:
     """The server does not mind what its clients say they hold."""
-    return replace(answer, digest=IN_STEP[0]) if isinstance(answer, InStep) else answer
+    return replace(answer, digest=IN_STEP[0]) if isinstance(answer, WeightsDigest) else answer
 
 
 IN_STEP: list[bytes] = []
@@ -186,15 +186,15 @@ BAFFLE = fv.Baffle(directions=40, secure=SecureSum(clip=16.0))
 # What is summed, and how clients are told apart: each by another way on which weights reach them.
 SUMS: dict[str, tuple[fv.Method, Callable[[int, Any], Any]]] = {
     "updates": (fv.FedAvg(LOCAL, secure=SecureSum()), dead_inside(Train)),
-    "updates, with steps down": (fv.FedAvg(LOCAL, down=fv.Qsgd(bits=8), secure=SecureSum()), dead_before(Follow)),
-    "full rounds": (fv.TofuAvg(LOCAL, fv.Tofu(points=2), full_rounds=1, secure=SecureSum()), dead_inside(TrainFull)),
-    "codes": (fv.FedAgeAvg(LOCAL, AGE, secure=SecureSum()), dead_before(Train)),
+    "updates, with steps down": (fv.FedAvg(LOCAL, down=fv.Qsgd(bits=8), secure=SecureSum()), dead_before(CatchUp)),
+    "full rounds": (fv.Tofu(LOCAL, fv.TofuCodec(points=2), full_rounds=1, secure=SecureSum()), dead_inside(TrainFull)),
+    "codes": (fv.FedAge(LOCAL, AGE, secure=SecureSum()), dead_before(Train)),
     "codes, with steps down": (
-        fv.FedAgeAvg(LOCAL, AGE, down=fv.Qsgd(bits=8), secure=SecureSum()),
-        dead_before(Follow),
+        fv.FedAge(LOCAL, AGE, down=fv.Qsgd(bits=8), secure=SecureSum()),
+        dead_before(CatchUp),
     ),
     "slopes": (BAFFLE, dead_inside(Probe)),
-    "slopes, with replay": (dataclasses.replace(BAFFLE, down="replay"), dead_before(Follow, **MOMENTS)),
+    "slopes, with replay": (dataclasses.replace(BAFFLE, down="replay"), dead_before(CatchUp, **MOMENTS)),
     "forward-only updates": (dataclasses.replace(BAFFLE, level="epoch", local=LOCAL), dead_inside(Walk)),
 }
 
@@ -271,7 +271,7 @@ class TestOtherFields:
     @pytest.mark.parametrize("server", ["curious", "malicious"])
     def test_a_client_that_is_told_something_else_is_in_no_sum(self, name, server, unscrupulous):
         kind, changes = FIELDS[name]
-        method = fv.FedAgeAvg(LOCAL, AGE, secure=SecureSum(server=server))
+        method = fv.FedAge(LOCAL, AGE, secure=SecureSum(server=server))
         told = lambda k, q: replace(q, **changes(q)) if k == VICTIM and isinstance(q, kind) else q  # noqa: E731
         loot = unscrupulous(method, told)
         if str(VICTIM) in loot.row.missing:
@@ -281,7 +281,7 @@ class TestOtherFields:
 
     def test_control_a_scale_that_is_not_bound_singles_out_a_client(self, unscrupulous, unbound):
         """At a scale of almost 0 every code is cut to its largest level: the others' codes are then signs only."""
-        method = fv.FedAgeAvg(LOCAL, AGE, secure=SecureSum())
+        method = fv.FedAge(LOCAL, AGE, secure=SecureSum())
         kind, changes = FIELDS["the scale of codes"]
         loot = unscrupulous(method, lambda k, q: replace(q, **changes(q)) if k == VICTIM and type(q) is kind else q)
         total = sum(vector.astype(object) for vector in loot.encoded.values())
@@ -298,11 +298,11 @@ class TestQuestionsBefore:
 
     def asked(self, sequence: list[int]) -> tuple[bytes, torch.Tensor]:
         """The basis of a sum of codes after these questions, and the vector whose code would be masked."""
-        clients = Clients(fv.FedAgeAvg(LOCAL, AGE), TASK, bytes(8), fv.Seed.root(0))
+        clients = Clients(fv.FedAge(LOCAL, AGE), TASK, bytes(8), fv.Seed.root(0))
         for serial, each in enumerate(sequence):
             clients.answer([letter(Train(self.WEIGHTS[each]), 0, bytes(8), serial=serial)])
-        crowd = Crowd(TASK, (0,), 1, fv.Seed.root(0), fv.Seed.root(0), [None], [clients.notes[0]])
-        (basis,) = crowd.basis(Send.kind, message.pack(Send(1.0, AGE.digest)))
+        stack = ClientStack(TASK, (0,), 1, fv.Seed.root(0), fv.Seed.root(0), [None], [clients.notes[0]])
+        (basis,) = stack.basis(Send.kind, message.pack(Send(1.0, AGE.digest)))
         return basis, clients.notes[0]["vector"]
 
     @settings(max_examples=60, deadline=None)
@@ -319,31 +319,31 @@ class TestQuestionsBefore:
 
     def test_notes_that_came_after_are_forgotten_with_it(self):
         """Or a note of a question that is no longer bound would still be there to be summed."""
-        crowd = Crowd(TASK, (0,), 1, fv.Seed.root(0), fv.Seed.root(0), [None], [{}])
+        stack = ClientStack(TASK, (0,), 1, fv.Seed.root(0), fv.Seed.root(0), [None], [{}])
         for payload, name in ((b"a", "first"), (b"b", "second")):
-            with crowd.followed(200, payload):
-                crowd.notes[0][name] = payload
-        with crowd.followed(200, b"a"):
-            assert "second" not in crowd.notes[0]
-            crowd.notes[0]["first"] = b"a again"
-        assert set(crowd.notes[0]) == {"first", "asked"}
+            with stack.followed(200, payload):
+                stack.notes[0][name] = payload
+        with stack.followed(200, b"a"):
+            assert "second" not in stack.notes[0]
+            stack.notes[0]["first"] = b"a again"
+        assert set(stack.notes[0]) == {"first", "asked"}
 
     def test_a_note_of_a_question_that_failed_is_bound_too(self):
         bases = []
         for payload in (b"a", b"b"):
-            crowd = Crowd(TASK, (0,), 1, fv.Seed.root(0), fv.Seed.root(0), [None], [{}])
-            with contextlib.suppress(RuntimeError), crowd.followed(200, payload):
-                crowd.notes[0]["vector"] = torch.ones(1)
+            stack = ClientStack(TASK, (0,), 1, fv.Seed.root(0), fv.Seed.root(0), [None], [{}])
+            with contextlib.suppress(RuntimeError), stack.followed(200, payload):
+                stack.notes[0]["vector"] = torch.ones(1)
                 raise RuntimeError
-            bases += crowd.basis(201, b"")
+            bases += stack.basis(201, b"")
         assert bases[0] != bases[1]
 
     def test_what_a_client_holds_is_bound_and_what_is_its_own_is_not(self):
         def basis(memory):
-            crowd = Crowd(TASK, (0,), 1, fv.Seed.root(0), fv.Seed.root(0), [memory], [{}])
-            return crowd.basis(TrainHere.kind, b"")[0]
+            stack = ClientStack(TASK, (0,), 1, fv.Seed.root(0), fv.Seed.root(0), [memory], [{}])
+            return stack.basis(TrainHere.kind, b"")[0]
 
-        held = fv.links.down.Held
+        held = fv.links.down.ClientMemory
         same = [basis(held(3, DEAD, residual=each)) for each in (None, DEAD, TASK.initial)]
         assert len(set(same)) == 1
         others = [held(4, DEAD), held(3, TASK.initial), held(3, DEAD, DEAD), held(3, DEAD, None, DEAD), None]
@@ -356,9 +356,9 @@ class TestQuestionsBefore:
             weights: message.Weights
 
         class Remembering(Summed):
-            def give(self, crowd, question):
-                crowd.remember([Unsaid(question.weights)] * len(crowd))
-                return super().give(crowd, question)
+            def give(self, stack, question):
+                stack.remember([Unsaid(question.weights)] * len(stack))
+                return super().give(stack, question)
 
         toy = linear_task(4)
         result = fv.run(toy, Remembering(), rounds=2, cohort=4)
@@ -374,7 +374,7 @@ class TestPlantedMemory:
     """An inconsistent round that nobody unmasks, then a consistent one at dead weights: its sum is what the first one
     left in the victim's memory."""
 
-    METHOD = fv.FedAgeAvg(LOCAL, AGE, feedback=True, secure=SecureSum(server="malicious"))
+    METHOD = fv.FedAge(LOCAL, AGE, feedback=True, secure=SecureSum(server="malicious"))
 
     def planted(self, unscrupulous) -> Loot:
         loot = unscrupulous(self.METHOD, _Rounds(dead_before(Train), _all_dead), rounds=2)
@@ -390,9 +390,9 @@ class TestPlantedMemory:
     ):
         true = Summand.mask
 
-        def hasty(self, crowd, question):
-            answers = true(self, crowd, question)
-            crowd.remember([note.pop(PENDING, None) for note in crowd.notes])
+        def hasty(self, stack, question):
+            answers = true(self, stack, question)
+            stack.remember([note.pop(PENDING, None) for note in stack.notes])
             return answers
 
         monkeypatch.setattr(Summand, "mask", hasty)
@@ -435,8 +435,8 @@ class Limited(Summed):
 
     fault = "nan"
 
-    def give(self, crowd, question):
-        answers = super().give(crowd, question)
+    def give(self, stack, question):
+        answers = super().give(stack, question)
         if CEILING[0] <= float(question.weights[0]):
             return answers
         if self.fault == "raise":
@@ -478,13 +478,13 @@ class TestRefusalsThatTell:
 
     @pytest.mark.parametrize("method", [Limited(), Raising()], ids=["not a number", "an exception"])
     def test_control_a_client_that_refuses_tells(self, method, monkeypatch):
-        def refuse(self, crowd, i, why):
+        def refuse(self, stack, i, why):
             raise why
 
         monkeypatch.setattr(Summand, "_zeroed", refuse)
         monkeypatch.setattr(summand, "BASIS", "another note every time")  # and it answers every question
-        true = Crowd.basis
-        monkeypatch.setattr(Crowd, "basis", lambda self, *question: [b"" for _ in true(self, *question)])
+        true = ClientStack.basis
+        monkeypatch.setattr(ClientStack, "basis", lambda self, *question: [b"" for _ in true(self, *question)])
         views = [self.views(method, ceiling) for ceiling in (0.2, 0.7)]
         answered_ = [[not sentence for sentence, _ in view[::2]] for view in views]
         assert [each.index(True) for each in answered_] == [8, 28], "of 40 bounds the least that is not refused"
@@ -605,8 +605,8 @@ class TestSecrets:
     def test_control_a_second_unmasking_gives_the_vector_away(self, monkeypatch):
         true = Summand._noted
 
-        def forgetful(self, crowd, notes, answers):
-            return answers if notes[0].stage == "unmask" else true(self, crowd, notes, answers)
+        def forgetful(self, stack, notes, answers):
+            return answers if notes[0].stage == "unmask" else true(self, stack, notes, answers)
 
         monkeypatch.setattr(Summand, "_noted", forgetful)
         driven = self.driven().deal().mask(Give(self.TOY.initial))
@@ -775,7 +775,7 @@ def test_refused_reasons_that_pass_the_masked_stage_are_about_questions():
     class Picky(Summed):
         reason = "not finite"
 
-        def give(self, crowd, question):
+        def give(self, stack, question):
             raise Refused(self.reason, "why")
 
     class Lost(Picky):

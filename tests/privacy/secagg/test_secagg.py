@@ -15,7 +15,7 @@ import fedveil as fv
 from fedveil.codecs.tofu import Proxies
 from fedveil.core import message
 from fedveil.core.message import Answer, Question, Shape
-from fedveil.engines import Local
+from fedveil.engines import LocalEngine
 from fedveil.privacy import SecureSum
 from fedveil.privacy.secagg import graph
 from fedveil.privacy.secagg.client import NOTE
@@ -160,8 +160,8 @@ class Ask(Question, frozen=True):
 
 
 class Several(Summed):
-    def begin(self, task):
-        self.secure.refuse(task, Parts)
+    def init_state(self, task):
+        self.secure.validate(task, Parts)
         return Plain(task.initial)
 
     def round(self, state, cohort):
@@ -169,11 +169,11 @@ class Several(Summed):
         return state
 
     @property
-    def answer(self):
+    def handlers(self):
         return self.secure.stages({Ask: self.parts})
 
-    def parts(self, crowd, question):
-        drawn = [given_by(k, 2 * question.length + 3) for k in crowd.clients]
+    def parts(self, stack, question):
+        drawn = [given_by(k, 2 * question.length + 3) for k in stack.clients]
         return [Parts(v[:-3].view(2, question.length), v[-3:]) for v in drawn]
 
 
@@ -190,10 +190,15 @@ def test_several_tensors_are_summed_and_without_records_all_clients_count_the_sa
 
 @pytest.mark.parametrize("server", ["curious", "malicious"])
 def test_in_this_process_in_stacks_and_in_another_one_the_result_is_the_same(server):
-    method, plan = Summed(SecureSum(server=server)), fv.Sampling(size=9, drop=0.04)
+    method, plan = Summed(SecureSum(server=server)), fv.CohortSampler(size=9, drop=0.04)
     results = [
         fv.run(TASK, method, rounds=4, cohort=plan, engine=engine)
-        for engine in (Local(stack=1, workers=1), Local(workers=1), Local(stack=2, workers=2), OtherProcess())
+        for engine in (
+            LocalEngine(stack=1, workers=1),
+            LocalEngine(workers=1),
+            LocalEngine(stack=2, workers=2),
+            OtherProcess(),
+        )
     ]
     assert not torch.equal(results[0].weights, TASK.initial)
     assert any(row.missing or row.events for row in results[0].ledger.rows)
@@ -207,11 +212,11 @@ def test_the_methods_question_is_answered_by_a_stack():
     seen = []
 
     class Watched(Summed):
-        def give(self, crowd, question):
-            seen.append(crowd.clients)
-            return super().give(crowd, question)
+        def give(self, stack, question):
+            seen.append(stack.clients)
+            return super().give(stack, question)
 
-    fv.run(TASK, Watched(), rounds=1, cohort=6, engine=Local(workers=1))
+    fv.run(TASK, Watched(), rounds=1, cohort=6, engine=LocalEngine(workers=1))
     assert [len(each) for each in seen] == [6]
 
 
@@ -219,12 +224,12 @@ def test_a_client_that_fails_in_a_stack_masks_zeros_alone(caplog):
     """The server does not see it, and whoever runs the client does."""
 
     class Failing(Summed):
-        def give(self, crowd, question):
-            if 4 in crowd.clients:
+        def give(self, stack, question):
+            if 4 in stack.clients:
                 raise RuntimeError("out of luck")
-            return super().give(crowd, question)
+            return super().give(stack, question)
 
-    result = fv.run(TASK, Failing(), rounds=1, cohort=Only(size=8), engine=Local(workers=1))
+    result = fv.run(TASK, Failing(), rounds=1, cohort=Only(size=8), engine=LocalEngine(workers=1))
     (row,) = result.ledger.rows
     assert not row.missing
     assert not row.events
@@ -237,19 +242,19 @@ def test_a_client_that_fails_in_a_stack_masks_zeros_alone(caplog):
 
 def test_an_engine_in_debug_mode_shows_what_failed():
     class Failing(Summed):
-        def give(self, crowd, question):
+        def give(self, stack, question):
             raise RuntimeError("out of luck")
 
     with pytest.raises(Exception, match=r"client 0 failed at Mask in round 1 .*out of luck"):
-        fv.run(TASK, Failing(), rounds=1, cohort=Only(size=4), engine=Local(debug=True))
+        fv.run(TASK, Failing(), rounds=1, cohort=Only(size=4), engine=LocalEngine(debug=True))
 
 
 def test_a_sum_of_zeros_is_told_in_the_ledger():
     class Failing(Summed):
-        def give(self, crowd, question):
+        def give(self, stack, question):
             raise RuntimeError("out of luck")
 
-    result = fv.run(TASK, Failing(), rounds=1, cohort=Only(size=4), engine=Local(workers=1))
+    result = fv.run(TASK, Failing(), rounds=1, cohort=Only(size=4), engine=LocalEngine(workers=1))
     (event,) = result.ledger.rows[0].events
     assert event == "the secure sum is 0 in every element: clients may have failed and masked zeros; see their logs"
     assert torch.equal(result.weights, TASK.initial)
@@ -261,7 +266,7 @@ def test_a_sum_of_zeros_is_told_in_the_ledger():
 @pytest.mark.parametrize("drop", [0.0, 0.03])
 def test_in_a_large_cohort_each_masks_with_a_few(drop):
     task, n = linear_task(130, 520, uneven=False), 130
-    result = fv.run(task, Summed(), rounds=1, cohort=fv.Sampling(size=n, drop=drop), engine=Local(workers=1))
+    result = fv.run(task, Summed(), rounds=1, cohort=fv.CohortSampler(size=n, drop=drop), engine=LocalEngine(workers=1))
     (row,) = result.ledger.rows
     keys, shares, _dealt, _masked, unmask = row.secure
     total, weight = expected(task, LAST[0].clients, SecureSum(), keys.answered)
@@ -302,7 +307,7 @@ def test_a_client_of_whose_neighbours_too_few_share_is_left_out_before_it_masks(
 @pytest.mark.slow
 def test_a_thousand_clients():
     task = linear_task(1000, 4000)
-    fv.run(task, Summed(), rounds=1, cohort=fv.Sampling(size=1000, drop=0.02), engine=Local(workers=1))
+    fv.run(task, Summed(), rounds=1, cohort=fv.CohortSampler(size=1000, drop=0.02), engine=LocalEngine(workers=1))
     assert 900 < len(LAST[0].clients) < 1000
 
 
@@ -316,12 +321,12 @@ def test_a_thousand_clients():
         (lambda: SecureSum(bits=1), "from 2 to 52 bits"),
         (lambda: SecureSum(bits=53), "from 2 to 52 bits"),
         (lambda: SecureSum(server="evil"), "use curious or malicious"),
-        (lambda: SecureSum(least=2), "at least 3"),
+        (lambda: SecureSum(min_clients=2), "at least 3"),
         (lambda: SecureSum(neighbours=3), "an even number"),
         (lambda: SecureSum(server="malicious", neighbours=4), "everybody masks with everybody"),
-        (lambda: SecureSum().refuse(TASK, Proxies), "a secure sum of Proxies means nothing: these messages do not"),
-        (lambda: SecureSum().refuse(TASK, Summand, "median"), "merge.kind is 'median', which compares"),
-        (lambda: SecureSum(bits=52).refuse(linear_task(5000, 5000), Summand), "needs more than 64 bits"),
+        (lambda: SecureSum().validate(TASK, Proxies), "a secure sum of Proxies means nothing: these messages do not"),
+        (lambda: SecureSum().validate(TASK, Summand, "median"), "aggregator.kind is 'median', which compares"),
+        (lambda: SecureSum(bits=52).validate(linear_task(5000, 5000), Summand), "needs more than 64 bits"),
     ],
 )
 def test_what_cannot_be_summed_is_a_configuration_error_in_one_sentence(build, match):
@@ -359,7 +364,7 @@ def test_the_ledger_has_every_stage_and_its_bytes():
     "how", [SecureSum(), SecureSum(server="malicious"), SecureSum(bits=40), SecureSum(neighbours=4)]
 )
 def test_the_cost_is_known_beforehand_to_the_byte(how):
-    plan = fv.Recipe(method=Summed(how), cohort=fv.Sampling(size=9), rounds=3)
+    plan = fv.Recipe(method=Summed(how), cohort=fv.CohortSampler(size=9), rounds=3)
     known = cost(TASK, plan)
     summary = fv.run(TASK, plan.method, rounds=3, cohort=plan.cohort).summary()
     assert known["up"]["total"] == summary["bytes_up"]

@@ -7,7 +7,7 @@ pytest.importorskip("flwr")
 
 import fedveil as fv
 from engines.grids import Nodes, made
-from fedveil.engines import Local, kept
+from fedveil.engines import LocalEngine, kept
 from fedveil.engines.flower import Flower, client_app
 from fedveil.privacy import SecureSum
 from fedveil.privacy.secagg.client import NOTE
@@ -29,7 +29,7 @@ def on_flower(method, folder=None, change=None, rounds=2):
 @pytest.mark.parametrize("deployed", [False, True])
 def test_the_sum_on_flower_is_that_of_the_local_engine(server, deployed, tmp_path):
     method = Summed(SecureSum(server=server))
-    local = fv.run(TASK, method, rounds=2, cohort=5, engine=Local(stack=1, workers=1))
+    local = fv.run(TASK, method, rounds=2, cohort=5, engine=LocalEngine(stack=1, workers=1))
     flower, _ = on_flower(method, tmp_path if deployed else None)
     assert torch.equal(local.weights, flower.weights)
     for one, other in zip(local.ledger.rows, flower.ledger.rows, strict=True):
@@ -131,7 +131,7 @@ def test_a_server_killed_in_a_stage_goes_on_or_is_refused_by_name(stage, server,
     """Clients that have masked answer the same question again, under other masks; those that have unmasked do not."""
     if stage is Agree and server == "curious":
         pytest.skip("there is no such stage")
-    method = fv.FedAvg(fv.Local(lr=0.1, batch=4), secure=SecureSum(server=server))
+    method = fv.FedAvg(fv.LocalTraining(lr=0.1, batch=4), secure=SecureSum(server=server))
     grid = Nodes(client_app(made(TASK, method), lambda context: tmp_path / str(context.node_id)), range(5))
     options = {"rounds": 3, "cohort": 5, "folder": tmp_path / "run", "identities": None}
     with pytest.raises(Killed):
@@ -146,5 +146,5 @@ def test_a_server_killed_in_a_stage_goes_on_or_is_refused_by_name(stage, server,
         assert not result.ledger.rows[2].missing
     else:
         assert not second.missing
-        whole = fv.run(TASK, method, rounds=3, cohort=5, engine=Local(stack=1, workers=1))
+        whole = fv.run(TASK, method, rounds=3, cohort=5, engine=LocalEngine(stack=1, workers=1))
         assert torch.equal(result.weights, whole.weights)

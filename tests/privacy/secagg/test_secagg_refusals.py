@@ -549,10 +549,10 @@ def test_a_hostile_vector_is_refused_by_name_and_the_sum_is_of_the_others(vector
 class Bad(Summed):
     """A client whose training went wrong."""
 
-    def give(self, crowd, question):
-        answers = super().give(crowd, question)
+    def give(self, stack, question):
+        answers = super().give(stack, question)
         spoiled = {"nan": {"update": torch.full((8,), float("nan"))}, "weight": {"records": 10**6}}[self.fault]
-        return [replace(a, **spoiled) if k == VICTIM else a for k, a in zip(crowd.clients, answers, strict=True)]
+        return [replace(a, **spoiled) if k == VICTIM else a for k, a in zip(stack.clients, answers, strict=True)]
 
 
 @pytest.mark.parametrize(("fault", "why"), [("nan", "not finite"), ("weight", "out of range: the weight is 1000000")])

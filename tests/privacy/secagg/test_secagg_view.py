@@ -28,8 +28,8 @@ def task(features: int) -> fv.Task:
 class Chosen(Summed):
     """Clients give what the test chooses, [clients, weights]."""
 
-    def give(self, crowd, question):
-        return [Summand(CHOICE[0][k], 2) for k in crowd.clients]
+    def give(self, stack, question):
+        return [Summand(CHOICE[0][k], 2) for k in stack.clients]
 
 
 CHOICE: list[torch.Tensor] = []

@@ -27,9 +27,9 @@ def codec_mod(codec: Codec, task: Task) -> Mod:
     The question and the app's answer hold one ArrayRecord each, with the parameters of `task`'s model by name. Metrics
     and configs of the answer stay as they are.
     """
-    if not codec.downward:
+    if not codec.server_can_encode:
         raise ValueError(f"{codec.name} needs more of a client than its update; use it in a method of fedveil")
-    codec.refuse(task)
+    codec.validate(task)
 
     def encode(question: Message, context: Context, call_next: ClientAppCallable) -> Message:
         if question.metadata.message_type.partition(".")[0] != MessageType.TRAIN:

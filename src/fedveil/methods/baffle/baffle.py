@@ -15,21 +15,21 @@ from torch import Tensor
 
 from fedveil.codecs.directions import LAWS, Directions, order, words
 from fedveil.core import message
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from fedveil.core.federation import SUMMED, About, Cohort, Method
-from fedveil.core.forecast import Turn, Work
+from fedveil.core.forecast import Compute, Turn
 from fedveil.core.message import Answer, Count, Question, Refused, Shape, Size, Weights
 from fedveil.core.seeds import Seed, is_weak
 from fedveil.core.task import FORWARD_PASSES, Task
 from fedveil.gpu.graphs import one_thread
 from fedveil.links.replay import Key, Step, longest, replay
-from fedveil.links.steps import Follow, Steps, Version
+from fedveil.links.steps import CatchUp, Steps, Version
 from fedveil.methods.baffle import edge
 from fedveil.methods.baffle.probing import Prober, forward_only
 from fedveil.privacy.secagg.protocol import SecureSum
 from fedveil.train.aggregators import shortened
-from fedveil.train.local import Local
-from fedveil.train.optimizers import Server, ServerState
+from fedveil.train.local import LocalTraining
+from fedveil.train.optimizers import ServerOptimizer, ServerState
 
 K = Annotated[int, Meta(ge=1, le=10**6)]
 SIGMAS = {"float32": 1e-4, "float16": 1e-3}  # half precision rounds away most of what a smaller one changes
@@ -133,7 +133,7 @@ class Baffle(Method):
         ),
         paper="Feng et al., BAFFLE: A Baseline of Backpropagation-Free Federated Learning",
     )  # fmt: skip
-    lacks: ClassVar[Mapping[str, str]] = {
+    unsupported: ClassVar[Mapping[str, str]] = {
         "privacy": "its slopes are of the loss of a whole batch, in which no record's part is cut or covered by noise",
         "user_privacy": "updates are cut and noised there, and it sends slopes of the loss",
     }
@@ -152,8 +152,8 @@ class Baffle(Method):
     clip: float | None = 0.3
     ema: float = 0.0
     down: str = "weights"
-    local: Local = field(default_factory=lambda: Local("adam", 0.01, beta2=0.99, weight_decay=5e-4))
-    server: Server = field(default_factory=lambda: Server("adam", 0.01, tau=1e-8))
+    local: LocalTraining = field(default_factory=lambda: LocalTraining("adam", 0.01, beta2=0.99, weight_decay=5e-4))
+    server: ServerOptimizer = field(default_factory=lambda: ServerOptimizer("adam", 0.01, tau=1e-8))
     secure: SecureSum | None = None
     memory: int | None = None
 
@@ -186,18 +186,18 @@ class Baffle(Method):
             )
 
     @property
-    def fewest(self) -> int:
-        return self.secure.least if self.secure else 1
+    def min_clients(self) -> int:
+        return self.secure.min_clients if self.secure else 1
 
     @property
     def needs(self) -> tuple[str, ...]:
         return (FORWARD_PASSES,)
 
-    def begin(self, task: Task) -> BaffleState:
+    def init_state(self, task: Task) -> BaffleState:
         self.places(task)
         if self.secure:
-            self.secure.refuse(task, Slopes if self.level == "batch" else Walked)
-        first = self.server.begin(task.initial)
+            self.secure.validate(task, Slopes if self.level == "batch" else Walked)
+        first = self.server.init_state(task.initial)
         return BaffleState(first.weights, first.first, first.second, live=task.initial if self.ema else None)
 
     # ------------------------------------------------------------------------------------------------ the server
@@ -262,31 +262,31 @@ class Baffle(Method):
     # ------------------------------------------------------------------------------------------------ the clients
 
     @property
-    def answer(self) -> Mapping[type[Question], Callable[[Crowd, Any], Sequence[Answer]]]:
-        own: dict[type[Question], Callable[[Crowd, Any], Sequence[Answer]]] = {Walk: self.walk}
+    def handlers(self) -> Mapping[type[Question], Callable[[ClientStack, Any], Sequence[Answer]]]:
+        own: dict[type[Question], Callable[[ClientStack, Any], Sequence[Answer]]] = {Walk: self.walk}
         if self.level == "batch" and self.down == "replay":
-            own = {ProbeHere: lambda crowd, q: self.probe(crowd, self.steps.held(crowd, q.version), q)}
+            own = {ProbeHere: lambda stack, q: self.probe(stack, self.steps.held(stack, q.version), q)}
         elif self.level == "batch":
-            own = {Probe: lambda crowd, q: self.probe(crowd, q.weights.to(crowd.task.device), q)}
+            own = {Probe: lambda stack, q: self.probe(stack, q.weights.to(stack.task.device), q)}
         own = dict(self.secure.stages(own)) if self.secure else own
-        return own | {Follow: self.steps.follow} if self.down == "replay" else own
+        return own | {CatchUp: self.steps.follow} if self.down == "replay" else own
 
-    def probe(self, crowd: Crowd, w: Tensor, question: Probe | ProbeHere) -> list[Slopes]:
+    def probe(self, stack: ClientStack, w: Tensor, question: Probe | ProbeHere) -> list[Slopes]:
         """Slopes at `w` [d]. With shared seeds all clients' records run through the same perturbed models."""
-        task, count = crowd.task, self.asked(question)
-        keys = words(torch.tensor([question.key]), torch.tensor(crowd.clients))
-        index, mask = self.drawn(crowd, keys)
+        task, count = stack.task, self.asked(question)
+        keys = words(torch.tensor([question.key]), torch.tensor(stack.clients))
+        index, mask = self.drawn(stack, keys)
         mask = mask / mask.sum(1, keepdim=True)
-        crowd.passes += int((mask > 0).sum()) * self.passes(count)
+        stack.passes += int((mask > 0).sum()) * self.passes(count)
         x, y, mask, keys = task.x[index], task.y[index], mask.to(task.device), keys.to(task.device)
         with forward_only(task.device):
             if self.seeds == "own":
-                weights, share = w.expand(len(crowd), -1), mask[..., None]
+                weights, share = w.expand(len(stack), -1), mask[..., None]
             else:
                 weights, share = w[None], torch.block_diag(*mask.split(1)).T[None]
                 x, y, keys = x.flatten(0, 1)[None], y.flatten(0, 1)[None], keys.new_tensor([question.key])
-            slopes = self.prober(task).slopes(weights, keys, x, y, share, count).reshape(len(crowd), count).cpu()
-        return [Slopes(row, int(n)) for row, n in zip(slopes, crowd.rows.counts, strict=True)]
+            slopes = self.prober(task).slopes(weights, keys, x, y, share, count).reshape(len(stack), count).cpu()
+        return [Slopes(row, int(n)) for row, n in zip(slopes, stack.rows.counts, strict=True)]
 
     def asked(self, question: Probe | ProbeHere | Walk) -> int:
         """K of a question, unless it is more work than the recipe says."""
@@ -296,40 +296,40 @@ class Baffle(Method):
             )
         return question.directions
 
-    def drawn(self, crowd: Crowd, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def drawn(self, stack: ClientStack, keys: Tensor) -> tuple[Tensor, Tensor]:
         """The records of a batch: indices [C, B], and 1 for each, 0 for padding."""
-        index, mask = (torch.from_numpy(a) for a in crowd.rows.padded())
+        index, mask = (torch.from_numpy(a) for a in stack.rows.padded())
         if self.batch is None or index.shape[1] <= self.batch:
             return index, mask
-        chosen = torch.zeros(len(crowd), self.batch, dtype=torch.int64)
-        for row, key, n in zip(chosen, keys, crowd.rows.counts.tolist(), strict=True):
+        chosen = torch.zeros(len(stack), self.batch, dtype=torch.int64)
+        for row, key, n in zip(chosen, keys, stack.rows.counts.tolist(), strict=True):
             picked = order(torch, key[None], n)[0, : self.batch]
             row[: len(picked)] = picked
-        counts = torch.from_numpy(crowd.rows.counts)[:, None]
+        counts = torch.from_numpy(stack.rows.counts)[:, None]
         return index.gather(1, chosen), (torch.arange(self.batch) < counts).float()
 
-    def walk(self, crowd: Crowd, question: Walk) -> list[Walked]:
+    def walk(self, stack: ClientStack, question: Walk) -> list[Walked]:
         """Local training whose gradients are estimated, each along directions of its own step."""
-        task, count, w = crowd.task, self.asked(question), question.weights.to(crowd.task.device)
+        task, count, w = stack.task, self.asked(question), question.weights.to(stack.task.device)
         prober, taken = self.prober(task), torch.zeros(1, dtype=torch.int64, device=task.device)
-        keys = torch.tensor([question.key], device=task.device).expand(len(crowd))
+        keys = torch.tensor([question.key], device=task.device).expand(len(stack))
         if self.seeds == "own":
-            keys = words(keys, torch.tensor(crowd.clients, device=task.device))
+            keys = words(keys, torch.tensor(stack.clients, device=task.device))
 
         def estimate(weights: Tensor, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
             gradient = prober.gradient(weights, words(keys, taken), x, y, mask, count)
             taken.add_(1)
             return self.clipped(gradient)
 
-        local, correction, before = self.local, None, crowd.passes
+        local, correction, before = self.local, None, stack.passes
         if self.layers and local.weight_decay:  # what is not trained does not decay
             trained = prober.spread(w.new_ones(prober.directions.size))
             local = dataclasses.replace(local, weight_decay=0)
             correction = lambda v: self.local.weight_decay * trained * v  # noqa: E731
         with forward_only(task.device):
-            weights, _ = local.train(crowd, w, correction, estimate)
-        crowd.passes += (crowd.passes - before) * (self.passes(count) - 1)
-        return [Walked(row, int(n)) for row, n in zip((weights - w).cpu(), crowd.rows.counts, strict=True)]
+            weights, _ = local.train(stack, w, correction, estimate)
+        stack.passes += (stack.passes - before) * (self.passes(count) - 1)
+        return [Walked(row, int(n)) for row, n in zip((weights - w).cpu(), stack.rows.counts, strict=True)]
 
     # ------------------------------------------------------------------------------------------------ both sides
 
@@ -354,7 +354,7 @@ class Baffle(Method):
         def take(task: Task, now: ServerState, step: Step) -> ServerState:
             return self.take(task, now, [step.key], [step.coefficients])
 
-        return replay(lambda task: self.server.begin(task.initial), take, self.directions)
+        return replay(lambda task: self.server.init_state(task.initial), take, self.directions)
 
     def prober(self, task: Task) -> Prober:
         places = self.places(task)
@@ -383,7 +383,7 @@ class Baffle(Method):
     def schema(self, task: Task, question: Question, client: int) -> Mapping[str, Size]:
         return {**task.sizes, **question.sizes()}
 
-    def questions(self, task: Task, turn: Turn) -> list[Question]:
+    def forecast_messages(self, task: Task, turn: Turn) -> list[Question]:
         count, weights = self.of(turn.client), torch.empty(task.layout.size, device="meta")
         asked: list[Question] = [Walk(weights, 2**62, count)]
         if self.level == "batch" and self.down == "replay":
@@ -392,16 +392,16 @@ class Baffle(Method):
         elif self.level == "batch":
             asked = [Probe(weights, 2**62, count)]
         if self.secure:
-            asked[-1:] = self.secure.questions(self, task, asked[-1], turn)
+            asked[-1:] = self.secure.forecast_messages(self, task, asked[-1], turn)
         return asked
 
-    def work(self, turn: Turn) -> Work:
+    def forecast_compute(self, turn: Turn) -> Compute:
         count = self.of(turn.client)
         if self.level == "epoch":
-            local = self.local.work(turn.records)
-            return Work(local.passes * self.passes(count), local.vectors + 1, local.held)
+            local = self.local.forecast_compute(turn.records)
+            return Compute(local.passes * self.passes(count), local.vectors + 1, local.held)
         records = min(self.batch or turn.records, turn.records)
-        return Work(records * self.passes(count), 3, records)
+        return Compute(records * self.passes(count), 3, records)
 
 
 def _key(seed: Seed) -> int:

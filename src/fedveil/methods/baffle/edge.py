@@ -34,7 +34,7 @@ class Refused(ValueError):
 # ---------------------------------------------------------------------------------------------------- frames
 
 
-def read(frame: bytes, size: int, most: int) -> tuple[tuple[bytes, int, int, int], Floats, int, int]:
+def read(frame: bytes, size: int, max_directions: int) -> tuple[tuple[bytes, int, int, int], Floats, int, int]:
     """A `Probe` of `size` weights -> (run, round, client, serial), weights [d], key, number of directions."""
     if len(frame) < PREFIX.size + 4:
         raise Refused("truncated: the frame ends before its head")
@@ -48,10 +48,10 @@ def read(frame: bytes, size: int, most: int) -> tuple[tuple[bytes, int, int, int
         raise Refused(f"wrong length: {len(frame)} bytes are no question about {size} weights")
     head, end = _value(frame[start : start + length], 0)
     match head:
-        case [[0, [int(d)]], int(key), int(count)] if d == size and end == length and 1 <= count <= most:
+        case [[0, [int(d)]], int(key), int(count)] if d == size and end == length and 1 <= count <= max_directions:
             weights = np.frombuffer(frame, "<f4", size, body).astype(np.float32)
         case _:
-            raise Refused(f"wrong field: the question is not of {size} weights and 1 to {most} directions")
+            raise Refused(f"wrong field: the question is not of {size} weights and 1 to {max_directions} directions")
     if not bool((np.abs(weights) <= LARGEST).all()):  # NaN is not
         raise Refused("out of range: a weight is not a finite number below a million")
     return (run, round_, client, serial), weights, key - 2**64 * (key >= 2**63), count

@@ -41,7 +41,7 @@ def strategies(names: str) -> list[str]:
     return chosen
 
 
-def refuse(names: str, task: Task) -> None:
+def validate(names: str, task: Task) -> None:
     """Say which strategies do not suit the data."""
     if names.split() and len(task.data.input) != 3:
         raise ValueError(

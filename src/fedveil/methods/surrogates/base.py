@@ -15,12 +15,12 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from fedveil.core import message
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from fedveil.core.federation import Answers, Cohort, Method
 from fedveil.core.forecast import Turn
 from fedveil.core.message import Answer, Question, Refused
 from fedveil.core.task import FORWARD_PASSES, Rows, Task
-from fedveil.methods.surrogates.augment import refuse, strategies
+from fedveil.methods.surrogates.augment import strategies, validate
 from fedveil.methods.surrogates.descent import descend, rates
 from fedveil.methods.surrogates.sets import Classes, Distil, LapState, Last, Surrogate, WhichClasses, declared, held
 from fedveil.train.aggregators import clamped
@@ -64,7 +64,7 @@ class Surrogates(Method):
             )
         strategies(self.augment)
 
-    def fit(self, crowd: Crowd, w: Tensor, images: Tensor, labels: Tensor) -> Tensor:
+    def fit(self, stack: ClientStack, w: Tensor, images: Tensor, labels: Tensor) -> Tensor:
         """Fit `images` [C, points, *input] of fixed `labels` [C, points] to the clients' records around `w` [d], in
         place. Returns how far they are from matching, [C]."""
         raise NotImplementedError
@@ -78,17 +78,17 @@ class Surrogates(Method):
     def needs(self) -> tuple[str, ...]:
         return (*super().needs, FORWARD_PASSES) if self.measures else super().needs
 
-    def begin(self, task: Task) -> LapState:
+    def init_state(self, task: Task) -> LapState:
         if not task.data.x.is_floating_point():
             raise ValueError(f"{self.name} fits its inputs by gradient, and tokens have none; use fedavg")
         if task.data.y.dim() != 1:
             raise ValueError(f"{self.name} gives each point one label, and these records have several; use fedavg")
-        refuse(self.augment, task)
-        if self.price(task):
-            self._refuse_unsaid(task)
+        validate(self.augment, task)
+        if self.client_cost(task):
+            self._validate_public(task)
         return LapState(task.initial)
 
-    def _refuse_unsaid(self, task: Task) -> None:
+    def _validate_public(self, task: Task) -> None:
         """Raise a ValueError unless the classes of each client are public: a set shows them, and no noise covers it."""
         if task.clients.held is None:
             raise ValueError(
@@ -108,7 +108,7 @@ class Surrogates(Method):
         points = {k: self.images * int(answer.held.sum()) for k, answer in held.items()}
         if none := [k for k, count in points.items() if not count]:
             for client in none:
-                cohort.refuse(client, Refused("out of range", "held has no class at all"))
+                cohort.reject(client, Refused("out of range", "held has no class at all"))
             cohort.require(len(points) - len(none), len(cohort))
         made = {count: Distil(state.weights, count) for count in set(points.values()) - {0}}
         asked = cohort.only(set(points) - set(none))
@@ -132,10 +132,10 @@ class Surrogates(Method):
             else:
                 usable[client] = answer
                 continue
-            cohort.refuse(client, Refused("out of range", problem))
+            cohort.reject(client, Refused("out of range", problem))
         for client in [k for k, answer in usable.items() if not finite(cohort.task, w, answer)]:
             del usable[client]
-            cohort.refuse(client, Refused("not finite", "the set's gradient holds a value that is not a number"))
+            cohort.reject(client, Refused("not finite", "the set's gradient holds a value that is not a number"))
         cohort.require(len(usable), len(answers) + len(answers.missing))
         if not self.measures:
             return usable
@@ -182,52 +182,52 @@ class Surrogates(Method):
     # ------------------------------------------------------------------------------------------------ the clients
 
     @property
-    def answer(self) -> Mapping[type[Question], Callable[[Crowd, Any], Sequence[Answer]]]:
+    def handlers(self) -> Mapping[type[Question], Callable[[ClientStack, Any], Sequence[Answer]]]:
         return {WhichClasses: self.which, Distil: self.distil}
 
-    def which(self, crowd: Crowd, question: WhichClasses) -> list[Classes]:
-        return [Classes(self.held(crowd.task, client)) for client in crowd.clients]
+    def which(self, stack: ClientStack, question: WhichClasses) -> list[Classes]:
+        return [Classes(self.held(stack.task, client)) for client in stack.clients]
 
     def held(self, task: Task, client: int) -> Tensor:
         """1 for each class of a client's set, [classes]: those of its records, or where records are private those that
         are publicly said to be its own."""
-        return declared(task, client) if self.price(task) else held(task, client)
+        return declared(task, client) if self.client_cost(task) else held(task, client)
 
     def labels(self, held: Tensor) -> Tensor:
         """The labels of a set, class by class: [points]."""
         return held.nonzero()[:, 0].repeat_interleave(self.images).to(torch.int16)
 
-    def distil(self, crowd: Crowd, question: Distil) -> list[Surrogate]:
+    def distil(self, stack: ClientStack, question: Distil) -> list[Surrogate]:
         """Fit the sets of all clients of a stack; they hold equally many classes."""
-        task = crowd.task
-        own = [self.labels(self.held(task, client)) for client in crowd.clients]
+        task = stack.task
+        own = [self.labels(self.held(task, client)) for client in stack.clients]
         for each in own:
             if len(each) != question.points:
                 raise Refused("out of range", f"{question.points} points are asked for, {len(each)} belong to it")
-        if price := self.price(task):
-            crowd.charge(price)
-            crowd.rows = within(crowd, own)
+        if price := self.client_cost(task):
+            stack.charge(price)
+            stack.rows = within(stack, own)
         w, labels = question.weights.to(task.device), torch.stack(own).to(task.device, torch.int64)
-        images = self.start(crowd, labels)
-        matched = self.fit(crowd, w, images, labels)
-        radii = [self.radius] * len(crowd)
+        images = self.start(stack, labels)
+        matched = self.fit(stack, w, images, labels)
+        radii = [self.radius] * len(stack)
         if self.measures:
-            radii = [min(r, self.radius) for r in self.calibrated(crowd, w, images, labels).tolist()]
-        crowd.measure(matching=matched)
+            radii = [min(r, self.radius) for r in self.calibrated(stack, w, images, labels).tolist()]
+        stack.measure(matching=matched)
         if not price:  # what is private looks at records through noise only, in its figures too
-            crowd.measure(cosine_real=self.likeness(crowd, w, images, labels))
-        sent, records = images.cpu(), [1] * len(crowd) if price else crowd.rows.counts.tolist()
-        crowd.remember([Last(each) for each in sent])
+            stack.measure(cosine_real=self.likeness(stack, w, images, labels))
+        sent, records = images.cpu(), [1] * len(stack) if price else stack.rows.counts.tolist()
+        stack.remember([Last(each) for each in sent])
         return [Surrogate(*fields) for fields in zip(sent, own, radii, records, strict=True)]
 
-    def start(self, crowd: Crowd, labels: Tensor) -> Tensor:
+    def start(self, stack: ClientStack, labels: Tensor) -> Tensor:
         """The images before they are fitted, [C, points, *input]."""
-        task, images = crowd.task, []
-        for k, seed in enumerate(crowd.seeds("images")):
-            if self.init == "previous" and crowd.memory[k] is not None:
-                images.append(crowd.memory[k].images)
+        task, images = stack.task, []
+        for k, seed in enumerate(stack.seeds("images")):
+            if self.init == "previous" and stack.memory[k] is not None:
+                images.append(stack.memory[k].images)
             elif self.init == "real":
-                rng, own = seed.numpy(), crowd.rows.indices[k]
+                rng, own = seed.numpy(), stack.rows.indices[k]
                 of = {c: rng.permutation(own[task.data.y[own].numpy() == c]) for c in labels[k].unique().tolist()}
                 chosen = np.concatenate([np.resize(of[c], self.images) for c in sorted(of)])
                 images.append(task.data.x[chosen])
@@ -236,13 +236,13 @@ class Surrogates(Method):
                 images.append(torch.randn(shape, generator=seed.torch()))
         return torch.stack(images).to(task.device, torch.float32).clone()
 
-    def calibrated(self, crowd: Crowd, w: Tensor, images: Tensor, labels: Tensor) -> Tensor:
+    def calibrated(self, stack: ClientStack, w: Tensor, images: Tensor, labels: Tensor) -> Tensor:
         """r_k, [C]: how far from `w` [d] the real loss is lowest while training on the synthetic set (FedLAP-DP,
         figure 2). The loss is that of at most `MEASURED` records, the same at every step."""
-        task = crowd.task
-        index, mask = measured(crowd)
-        weights, ones = w.expand(len(crowd), -1).clone(), torch.ones_like(labels, dtype=torch.float32)
-        lowest = torch.full((len(crowd),), math.inf, device=task.device)
+        task = stack.task
+        index, mask = measured(stack)
+        weights, ones = w.expand(len(stack), -1).clone(), torch.ones_like(labels, dtype=torch.float32)
+        lowest = torch.full((len(stack),), math.inf, device=task.device)
         radii = torch.zeros_like(lowest)
         losses = task.fused("losses", lambda *given: (task.stacked_losses(*given),))
 
@@ -256,19 +256,19 @@ class Surrogates(Method):
             return task.fast_gradient(weights, images, labels, ones)
 
         _, tried = descend(weights, w, self.radius, rates(self.lr, self.steps), gradient, watch)
-        crowd.passes += int(tried @ mask.sum(1))
+        stack.passes += int(tried @ mask.sum(1))
         return radii
 
-    def likeness(self, crowd: Crowd, w: Tensor, images: Tensor, labels: Tensor) -> Tensor:
+    def likeness(self, stack: ClientStack, w: Tensor, images: Tensor, labels: Tensor) -> Tensor:
         """The cosine, [C], between the gradients at `w` [d] of the sets and of at most `MEASURED` records."""
-        task, weights = crowd.task, w.expand(len(crowd), -1)
-        index, mask = measured(crowd)
+        task, weights = stack.task, w.expand(len(stack), -1)
+        index, mask = measured(stack)
         made = task.gradient(weights, images, labels, torch.ones_like(labels, dtype=torch.float32))[0]
         return F.cosine_similarity(made, task.gradient(weights, task.x[index], task.y[index], mask)[0], dim=1)
 
     # ------------------------------------------------------------------------------------------------ the cost
 
-    def questions(self, task: Task, turn: Turn) -> list[Question]:
+    def forecast_messages(self, task: Task, turn: Turn) -> list[Question]:
         points = self.images * int(self.held(task, turn.client).sum())
         return [WhichClasses(), Distil(message.blank(LapState, task.sizes).weights, points)]
 
@@ -277,11 +277,11 @@ class Surrogates(Method):
         return self.steps * min(MEASURED, turn.records) if self.measures else 0
 
 
-def within(crowd: Crowd, labels: Sequence[Tensor]) -> Rows:
+def within(stack: ClientStack, labels: Sequence[Tensor]) -> Rows:
     """The clients' records of the classes among each one's `labels` [points]. Others are left out, which only the
     client's own log tells."""
-    y, rows = crowd.task.data.y.numpy(), []
-    for client, own, kept in zip(crowd.clients, crowd.rows.indices, labels, strict=True):
+    y, rows = stack.task.data.y.numpy(), []
+    for client, own, kept in zip(stack.clients, stack.rows.indices, labels, strict=True):
         rows.append(own[np.isin(y[own], kept.numpy())])
         if left := len(own) - len(rows[-1]):
             _log.warning("client %s leaves out %s records of classes that are not said to be its own", client, left)
@@ -296,9 +296,9 @@ def finite(task: Task, w: Tensor, each: Surrogate) -> bool:
     return bool(torch.stack(slopes).isfinite().all())
 
 
-def measured(crowd: Crowd) -> tuple[Tensor, Tensor]:
+def measured(stack: ClientStack) -> tuple[Tensor, Tensor]:
     """Up to `MEASURED` records of each client, as indices [C, n] and mask [C, n]."""
-    rngs = [seed.numpy() for seed in crowd.seeds("measure")]
-    chosen = [own[rng.permutation(len(own))[:MEASURED]] for own, rng in zip(crowd.rows.indices, rngs, strict=True)]
-    index, mask = (torch.from_numpy(a).to(crowd.task.device) for a in Rows(chosen).padded())
+    rngs = [seed.numpy() for seed in stack.seeds("measure")]
+    chosen = [own[rng.permutation(len(own))[:MEASURED]] for own, rng in zip(stack.rows.indices, rngs, strict=True)]
+    index, mask = (torch.from_numpy(a).to(stack.task.device) for a in Rows(chosen).padded())
     return index, mask

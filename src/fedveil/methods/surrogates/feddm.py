@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from fedveil.core.federation import About
-from fedveil.core.forecast import Turn, Work
+from fedveil.core.forecast import Compute, Turn
 from fedveil.core.task import Task
 from fedveil.gpu.graphs import repeat
 from fedveil.methods.surrogates.augment import Siamese
@@ -50,7 +50,7 @@ class FedDm(Surrogates):
         "2023",
     )  # fmt: skip
 
-    lacks: ClassVar[Mapping[str, str]] = {
+    unsupported: ClassVar[Mapping[str, str]] = {
         "privacy": "means of features are matched without clip or noise, and fedlap matches gradients that have both"
     }
 
@@ -67,17 +67,17 @@ class FedDm(Surrogates):
         if self.draws < 1:
             raise ValueError(f"method.draws is {self.draws}; it is at least 1")
 
-    def begin(self, task: Task) -> LapState:
-        state = super().begin(task)
+    def init_state(self, task: Task) -> LapState:
+        state = super().init_state(task)
         embedding(task, task.initial, task.test_x[:1])  # says what of the model does not suit
         return state
 
-    def fit(self, crowd: Crowd, w: Tensor, images: Tensor, labels: Tensor) -> Tensor:
+    def fit(self, stack: ClientStack, w: Tensor, images: Tensor, labels: Tensor) -> Tensor:
         """Fit `images` [C, points, …] in place; returns the distance of the means at the last step, [C] (eq. 5)."""
-        task, steps = crowd.task, self.draws * self.batches
-        near, rows = self.near(crowd, w), self.rows(crowd, labels, steps)
-        change = Siamese(self.augment, task, crowd.seeds("augment"), steps)
-        velocity, apart = torch.zeros_like(images), torch.zeros(len(crowd), device=task.device)
+        task, steps = stack.task, self.draws * self.batches
+        near, rows = self.near(stack, w), self.rows(stack, labels, steps)
+        change = Siamese(self.augment, task, stack.seeds("augment"), steps)
+        velocity, apart = torch.zeros_like(images), torch.zeros(len(stack), device=task.device)
         cursor = torch.zeros(1, dtype=torch.int64, device=task.device)
 
         def means(w: Tensor, x: Tensor, classes: int) -> Tensor:
@@ -101,32 +101,32 @@ class FedDm(Surrogates):
         repeat(step, steps, task.device)
         return apart
 
-    def near(self, crowd: Crowd, w: Tensor) -> Tensor:
+    def near(self, stack: ClientStack, w: Tensor) -> Tensor:
         """Weights around `w` [d], normally distributed and cut to a distance of `radius`: [draws, d]."""
-        away = torch.randn(self.draws, len(w), generator=crowd.seed.child("near").torch())
+        away = torch.randn(self.draws, len(w), generator=stack.seed.child("near").torch())
         norms: Tensor = torch.linalg.vector_norm(away, dim=1, keepdim=True)
         return w + (away * (self.radius / norms.clamp(min=self.radius))).to(w)
 
-    def rows(self, crowd: Crowd, labels: Tensor, steps: int) -> Tensor:
+    def rows(self, stack: ClientStack, labels: Tensor, steps: int) -> Tensor:
         """The records of each step's batch, class by class: [steps, C, classes, records]. A class with fewer has them
         several times."""
-        task = crowd.task
+        task = stack.task
         classes = labels[:, :: self.images].tolist()
         each = max(1, self.batch // len(classes[0]))
-        index = np.empty((steps, len(crowd), len(classes[0]), each), np.int64)
-        for k, (own, seed) in enumerate(zip(crowd.rows.indices, crowd.seeds("batches"), strict=True)):
+        index = np.empty((steps, len(stack), len(classes[0]), each), np.int64)
+        for k, (own, seed) in enumerate(zip(stack.rows.indices, stack.seeds("batches"), strict=True)):
             rng = seed.numpy()
             for c, label in enumerate(classes[k]):
                 of = own[task.data.y[own].numpy() == label]
                 for t in range(steps):
                     index[t, k, c] = np.resize(rng.permutation(of), each)
-        crowd.passes += index.size
+        stack.passes += index.size
         return torch.from_numpy(index).to(task.device)
 
-    def work(self, turn: Turn) -> Work:
+    def forecast_compute(self, turn: Turn) -> Compute:
         """Real records only; where the classes that a client holds do not divide `batch` there are a few less, and
         where there are more classes than that one of each."""
-        return Work(self.draws * self.batches * self.batch + self.measuring(turn), vectors=8, held=self.batch)
+        return Compute(self.draws * self.batches * self.batch + self.measuring(turn), vectors=8, held=self.batch)
 
 
 # ---------------------------------------------------------------------------------------------------- features

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedveil.core.clients import Crowd
+from fedveil.core.clients import ClientStack
 from fedveil.core.federation import About
-from fedveil.core.forecast import Turn, Work
+from fedveil.core.forecast import Compute, Turn
 from fedveil.core.task import SECOND_DERIVATIVES, Task
 from fedveil.gpu.graphs import Loop
 from fedveil.methods.surrogates.augment import Change, Siamese, same
@@ -63,7 +63,7 @@ class FedLap(Surrogates):
         paper="Wang et al., FedLAP-DP: Federated Learning by Sharing Differentially Private Loss Approximations, 2024",
     )  # fmt: skip
 
-    lacks: ClassVar[Mapping[str, str]] = {
+    unsupported: ClassVar[Mapping[str, str]] = {
         "user_privacy": "a set of images is no update that could be cut to a norm and summed"
     }
 
@@ -83,32 +83,32 @@ class FedLap(Surrogates):
         if self.model_steps < 0 or self.mse < 0 or self.model_lr <= 0:
             raise ValueError("method.model_steps and method.mse are 0 or more, and method.model_lr is above 0")
         if self.privacy:
-            self.refuse_private()
+            self.validate_private()
 
     @property
     def needs(self) -> tuple[str, ...]:
         return *super().needs, SECOND_DERIVATIVES
 
-    def fit(self, crowd: Crowd, w: Tensor, images: Tensor, labels: Tensor) -> Tensor:
+    def fit(self, stack: ClientStack, w: Tensor, images: Tensor, labels: Tensor) -> Tensor:
         """Follow trajectories from `w` [d] and fit `images` [C, points, …] in place along them (eqs. 11 and 12).
 
         Returns the distance between the gradients at the last step, [C].
         """
-        task, clients = crowd.task, len(crowd)
+        task, clients = stack.task, len(stack)
         weights, goal = w.expand(clients, -1).clone(), w.new_empty(clients, len(w))
         velocity, apart = torch.zeros_like(images), torch.zeros(clients, device=task.device)
         within = torch.ones(clients, *[1] * (images.dim() - 1), dtype=torch.bool, device=task.device)
         ones = torch.ones_like(labels, dtype=torch.float32)
         falling = rates(self.model_lr, max(1, self.passes * self.model_steps))
         passes = self.trajectories * self.passes
-        change = Siamese(self.augment, task, crowd.seeds("augment"), passes * self.batches)
+        change = Siamese(self.augment, task, stack.seeds("augment"), passes * self.batches)
 
         def step() -> None:
             slope = self.slope(task, weights, images, labels, goal, apart, change)
             velocity.copy_(torch.where(within, self.momentum * velocity + slope, velocity))
             images.sub_(velocity * within, alpha=self.image_lr)
 
-        real = self.real(crowd, weights, change)
+        real = self.real(stack, weights, change)
         total = passes * self.batches * self.image_steps
         aiming = Loop(lambda: goal.copy_(real()), passes * self.batches, task.device)
         fitting = Loop(step, total, task.device, (0, total))
@@ -120,7 +120,7 @@ class FedLap(Surrogates):
                 real.begin(trajectory * self.passes + number)  # while a GPU may still be at the last pass
                 if not within.any():
                     break
-                crowd.passes += self.batches * real.records
+                stack.passes += self.batches * real.records
                 for _ in range(self.batches):
                     aiming.run(1)
                     fitting.run(self.image_steps)
@@ -148,26 +148,26 @@ class FedLap(Surrogates):
         (slope,) = torch.autograd.grad(changed, points, slope)
         return slope
 
-    def real(self, crowd: Crowd, weights: Tensor, change: Change) -> Gradients | Batches:
+    def real(self, stack: ClientStack, weights: Tensor, change: Change) -> Gradients | Batches:
         """The gradients of real batches at `weights` [C, d], [C, d], one after the other, a piece a pass.
 
         With `privacy` this is all that the images and everything after them learn of the records.
         """
         places = [(trajectory, number) for trajectory in range(self.trajectories) for number in range(self.passes)]
         if not self.privacy:
-            return Batches(crowd, weights, self.batch, self.batches, places, change)
-        own = crowd.secrets("gradients")
+            return Batches(stack, weights, self.batch, self.batches, places, change)
+        own = stack.secrets("gradients")
         pieces = [(self.batches, [secret.child(*where) for secret in own]) for where in places]
-        return self.privacy.gradients(crowd, weights, self.batch, pieces, change)
+        return self.privacy.gradients(stack, weights, self.batch, pieces, change)
 
-    def work(self, turn: Turn) -> Work:
+    def forecast_compute(self, turn: Turn) -> Compute:
         """Real records only: how many points there are depends on a client's classes."""
         batches, size = self.trajectories * self.passes * self.batches, min(self.batch, turn.records)
-        return Work(batches * size + self.measuring(turn), vectors=8, held=min(GRADIENT_CHUNK, turn.records))
+        return Compute(batches * size + self.measuring(turn), vectors=8, held=min(GRADIENT_CHUNK, turn.records))
 
     # ------------------------------------------------------------------------------------------------ privacy
 
-    def refuse_private(self) -> None:
+    def validate_private(self) -> None:
         """Say which settings would let something of the records past the noise."""
         if self.init == "real":
             raise ValueError(
@@ -185,7 +185,7 @@ class FedLap(Surrogates):
                 'with method.privacy use "equal"'
             )
 
-    def price(self, task: Task) -> Account | None:
+    def client_cost(self, task: Task) -> Account | None:
         """Of as many steps as there can be, whether or not a trajectory ends earlier."""
         steps = self.trajectories * self.passes * self.batches
         return self.privacy.account(task, self.batch, steps) if self.privacy else None
@@ -199,18 +199,18 @@ class Batches:
 
     def __init__(
         self,
-        crowd: Crowd,
+        stack: ClientStack,
         weights: Tensor,
         batch: int,
         steps: int,
         where: Sequence[tuple[int, ...]],
         change: Change,
     ) -> None:
-        self._crowd, self._weights, self._steps, self._change = crowd, weights, steps, change
-        width = min(batch, int(crowd.rows.counts.max()))
-        index = np.zeros((len(where), steps, len(crowd), width), np.int64)
-        mask = np.zeros((len(crowd), width), np.float32)
-        for k, (own, seed) in enumerate(zip(crowd.rows.indices, crowd.seeds("batches"), strict=True)):
+        self._crowd, self._weights, self._steps, self._change = stack, weights, steps, change
+        width = min(batch, int(stack.rows.counts.max()))
+        index = np.zeros((len(where), steps, len(stack), width), np.int64)
+        mask = np.zeros((len(stack), width), np.float32)
+        for k, (own, seed) in enumerate(zip(stack.rows.indices, stack.seeds("batches"), strict=True)):
             size = min(batch, len(own))
             mask[k, :size], index[:, :, k] = 1, own[0]
             for piece, place in enumerate(where):

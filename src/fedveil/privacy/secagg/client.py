@@ -53,7 +53,7 @@ from fedveil.privacy.secagg.protocol import (
 from fedveil.privacy.secagg.shamir import SHARE
 
 if TYPE_CHECKING:
-    from fedveil.core.clients import Crowd
+    from fedveil.core.clients import ClientStack
 
 NOTE = OWN_NOTE  # the secrets of the round. The others are no secrets, and a client that restarts finds them again:
 OVER = f"{OWN_NOTE}: unmasked"  # it must not unmask twice,
@@ -67,40 +67,40 @@ class Summand:
     """Answers to the protocol's questions; `table` has the method's own, asked at the masked stage."""
 
     how: SecureSum
-    table: Mapping[type[Question], Callable[[Crowd, Any], Sequence[Answer]]]
+    table: Mapping[type[Question], Callable[[ClientStack, Any], Sequence[Answer]]]
 
-    def advertise(self, crowd: Crowd, question: Advertise) -> list[Advertised]:
-        context = Context(crowd.run, crowd.round)
+    def advertise(self, stack: ClientStack, question: Advertise) -> list[Advertised]:
+        context = Context(stack.run, stack.round)
         answers, notes = [], []
-        for client, note in zip(crowd.clients, crowd.notes, strict=True):
+        for client, note in zip(stack.clients, stack.notes, strict=True):
             if OVER in note:
-                raise Refused("wrong stage", f"client {client} has unmasked a sum in round {crowd.round}")
+                raise Refused("wrong stage", f"client {client} has unmasked a sum in round {stack.round}")
             note.pop(PENDING, None)
             channel_key, mask_key, own = (secrets.token_bytes(KEY) for _ in range(3))
             kept = Secrets("keys", channel_key, mask_key, own)
             channel, mask = masks.public_key(channel_key), masks.public_key(mask_key)
-            signature = crowd.identities.sign(client, context.signed_keys(client, channel, mask))
+            signature = stack.identities.sign(client, context.signed_keys(client, channel, mask))
             answers.append(Advertised(tensor(channel), tensor(mask), tensor(signature)))
             notes.append(kept)
-        return self._noted(crowd, notes, answers)
+        return self._noted(stack, notes, answers)
 
-    def share(self, crowd: Crowd, question: Share) -> list[Shared]:
+    def share(self, stack: ClientStack, question: Share) -> list[Shared]:
         ids, n = question.ids, len(question.ids)
         if not self.how.quorum(n) <= question.quorum <= n:
             raise Refused("bad set", f"{question.quorum} of {n} clients are to be enough; that protects too little")
         if ids != sorted(set(ids)):
             raise Refused("bad set", "the clients are not listed once each, in ascending order")
-        context = Context.of(crowd.run, crowd.round, ids, question.quorum)
+        context = Context.of(stack.run, stack.round, ids, question.quorum)
         t = self.how.threshold(n, question.quorum)
-        near = graph.neighbourhoods(tuple(ids), self.how.degree(n), crowd.seed)
+        near = graph.neighbourhoods(tuple(ids), self.how.degree(n), stack.seed)
         point = {k: x for x, k in enumerate(ids, 1)}
         session = digest(listed(ids), *(tensor_.numpy().tobytes() for tensor_ in (question.channel, question.mask)))
         answers, notes = [], []
-        for client, kept in zip(crowd.clients, self._kept(crowd, "keys"), strict=True):
+        for client, kept in zip(stack.clients, self._kept(stack, "keys"), strict=True):
             if client not in near:
                 raise Refused("bad set", f"client {client} advertised keys and is not listed")
             holders = near[client]
-            keys = self._keys(crowd, context, client, kept, holders, question)
+            keys = self._keys(stack, context, client, kept, holders, question)
             points = [point[k] for k in holders]
             shares = [shamir.share(secret, t, points) for secret in (kept.own, kept.mask)]
             both = {k: own + mask for k, own, mask in zip(holders, *shares, strict=True)}
@@ -131,10 +131,10 @@ class Summand:
                     held={client: both[client]},
                 )
             )
-        return self._noted(crowd, notes, answers)
+        return self._noted(stack, notes, answers)
 
     def _keys(
-        self, crowd: Crowd, context: Context, client: int, kept: Secrets, holders: Sequence[int], question: Share
+        self, stack: ClientStack, context: Context, client: int, kept: Secrets, holders: Sequence[int], question: Share
     ) -> dict[int, tuple[bytes, bytes]]:
         """The public keys of each neighbour, signed by it, all different, and the client's own as it sent them."""
         if len(question.channel) != len(holders):
@@ -143,16 +143,16 @@ class Summand:
         if len({*channel, *mask}) < 2 * len(holders):
             raise Refused("bad key", "a key is listed twice")
         for other, *signed, signature in zip(holders, channel, mask, signatures, strict=True):
-            crowd.identities.verify(other, signature, context.signed_keys(other, *signed))
+            stack.identities.verify(other, signature, context.signed_keys(other, *signed))
         keys = dict(zip(holders, zip(channel, mask, strict=True), strict=True))
         if keys[client] != (masks.public_key(kept.channel), masks.public_key(kept.mask)):
             raise Refused("bad key", f"the keys listed for client {client} are not those it made")
         return keys
 
-    def deal(self, crowd: Crowd, question: Deal) -> list[Dealt]:
+    def deal(self, stack: ClientStack, question: Deal) -> list[Dealt]:
         """Open what neighbours sealed. Who cannot open a share says so before anybody masks, and has none to reveal."""
         ids, answers, notes = question.ids, [], []
-        for client, kept in zip(crowd.clients, self._kept(crowd, "shares"), strict=True):
+        for client, kept in zip(stack.clients, self._kept(stack, "shares"), strict=True):
             if ids != sorted({*ids} & {*kept.ids}) or client not in ids:
                 raise Refused(
                     "bad set", "who shared is not among who advertised keys, each once, or this client is not"
@@ -160,21 +160,21 @@ class Summand:
             dealers = [k for k in kept.holders if k in {*ids} and k != client]
             if len(question.sealed) != len(dealers):
                 raise Refused("bad share", f"{len(question.sealed)} sealed shares came from {len(dealers)} neighbours")
-            context, held = self._context(crowd, kept), dict(kept.held)
+            context, held = self._context(stack, kept), dict(kept.held)
             for dealer, sealed, marks in zip(dealers, rows(question.sealed), rows(question.marks), strict=True):
                 both = masks.unseal(kept.channel_keys[dealer], sealed, context.sealed_about(dealer, client))
                 if both and context.marks(both, dealer, client) == marks:
                     held[dealer] = both
             answers.append(Dealt([k for k in dealers if k not in held]))
             notes.append(replace(kept, stage="dealt", channel_keys={}, held=held, shared=ids))
-        return self._noted(crowd, notes, answers)
+        return self._noted(stack, notes, answers)
 
-    def mask(self, crowd: Crowd, question: Mask) -> list[Masked]:
+    def mask(self, stack: ClientStack, question: Mask) -> list[Masked]:
         table = {kind.kind: kind for kind in self.table}
         if question.asked not in table:
             raise Refused("wrong kind", f"answers to questions of kind {question.asked} are not summed")
-        all_kept, ids = self._kept(crowd, "dealt"), set(question.ids)
-        for client, kept in zip(crowd.clients, all_kept, strict=True):
+        all_kept, ids = self._kept(stack, "dealt"), set(question.ids)
+        for client, kept in zip(stack.clients, all_kept, strict=True):
             t = self.how.threshold(len(kept.ids), kept.quorum)
             if question.ids != sorted(ids & {*kept.shared}) or client not in ids:
                 raise Refused("bad set", "who dealt is not among who shared, each once, or this client is not")
@@ -182,110 +182,110 @@ class Summand:
                 raise Refused("bad set", f"{len(ids)} clients shared, {kept.quorum} are needed")
         payload = question.question.numpy().data
         inner = message.unpack(payload, table[question.asked])
-        message.check(inner, {**crowd.task.sizes, **inner.sizes()})
-        _check_memory(crowd)
-        bases = crowd.basis(inner.kind, payload)
-        for client, note, basis in zip(crowd.clients, crowd.notes, bases, strict=True):
+        message.check(inner, {**stack.task.sizes, **inner.sizes()})
+        _check_memory(stack)
+        bases = stack.basis(inner.kind, payload)
+        for client, note, basis in zip(stack.clients, stack.notes, bases, strict=True):
             if note.get(BASIS, basis) != basis:
-                told = f"client {client} has masked the answer to another question in round {crowd.round}"
+                told = f"client {client} has masked the answer to another question in round {stack.round}"
                 raise Refused("wrong stage", told)
-        given, answers, notes = self._given(crowd, inner), [], []
-        for i, (client, kept) in enumerate(zip(crowd.clients, all_kept, strict=True)):
+        given, answers, notes = self._given(stack, inner), [], []
+        for i, (client, kept) in enumerate(zip(stack.clients, all_kept, strict=True)):
             kind = type(given[i]) if given else type(inner).reply
-            fixed = self.how.fixed_point(len(kept.ids), kept.quorum, crowd.task.sizes, kind)
+            fixed = self.how.fixed_point(len(kept.ids), kept.quorum, stack.task.sizes, kind)
             size = len(flat(given[i])) if given else question.elements - 2
             if (size + 2, fixed.wide) != (question.elements, question.wide):
                 raise Refused("wrong shape", f"{question.elements} elements were asked for, there are {size + 2}")
-            vector = self._encoded(crowd, i, fixed, given[i] if given else None, size)
-            context = self._context(crowd, kept)
+            vector = self._encoded(stack, i, fixed, given[i] if given else None, size)
+            context = self._context(stack, kept)
             asked = context.asked(bases[i], question)
             pairs = {k: context.pair_mask(s, asked, client, k) for k, s in kept.pairs.items() if k in ids}
             added = [context.own_mask(kept.own, client), *(key for k, key in pairs.items() if k > client)]
             masks.mask(vector, added, [key for k, key in pairs.items() if k < client])
             answers.append(Masked(torch.from_numpy(vector.view(np.dtype(f"i{vector.itemsize}"))), tensor(asked)))
             notes.append(replace(kept, stage="masked", shared=question.ids, asked=asked))
-        for note, basis, record in zip(crowd.notes, bases, crowd.kept or [None] * len(crowd), strict=True):
+        for note, basis, record in zip(stack.notes, bases, stack.kept or [None] * len(stack), strict=True):
             note[BASIS] = basis
             note.update({PENDING: record} if record is not None else {})
-        crowd.kept = None
-        return self._noted(crowd, notes, answers)
+        stack.kept = None
+        return self._noted(stack, notes, answers)
 
-    def _given(self, crowd: Crowd, inner: Question) -> Sequence[Answer]:
+    def _given(self, stack: ClientStack, inner: Question) -> Sequence[Answer]:
         """The clients' own answers; nothing where they fail, which is nobody else's business."""
         try:
-            return self.table[type(inner)](crowd, inner)
+            return self.table[type(inner)](stack, inner)
         except Exception as error:
             told = isinstance(error, Refused) and error.reason in ABOUT_QUESTIONS
-            if told or crowd.debug or len(crowd) > 1:  # of a stack that fails, each client is asked again
+            if told or stack.debug or len(stack) > 1:  # of a stack that fails, each client is asked again
                 raise
-            crowd.kept = None
-            self._zeroed(crowd, 0, error)
+            stack.kept = None
+            self._zeroed(stack, 0, error)
             return ()
 
-    def _encoded(self, crowd: Crowd, i: int, fixed: FixedPoint, answer: Answer | None, size: int) -> Vector:
+    def _encoded(self, stack: ClientStack, i: int, fixed: FixedPoint, answer: Answer | None, size: int) -> Vector:
         """A client's elements before they are masked, with its share of the noise."""
-        weight = 1 if fixed.heaviest == 1 else min(int(crowd.rows.counts[i]), fixed.heaviest)
+        weight = 1 if fixed.heaviest == 1 else min(int(stack.rows.counts[i]), fixed.heaviest)
         noise, vector = self.how.noise, fixed.zeros(size, weight)
         if answer is not None:
             norm = skellam.rounded(fixed.half, size) if noise else None
-            draw = crowd.seeds("rounding")[i].numpy()
+            draw = stack.seeds("rounding")[i].numpy()
             try:
                 vector = fixed.encode(flat(answer), getattr(answer, "records", 1), draw, norm)
             except Refused as error:
-                self._zeroed(crowd, i, error)
+                self._zeroed(stack, i, error)
         if noise:
-            key = masks.derive(crowd.secrets("sum noise")[i].key, b"fedveil sum noise")
+            key = masks.derive(stack.secrets("sum noise")[i].key, b"fedveil sum noise")
             vector[:-2] += skellam.draw(key, fixed.variance, size).astype(fixed.dtype)
         return vector
 
-    def _zeroed(self, crowd: Crowd, i: int, why: Exception) -> None:
+    def _zeroed(self, stack: ClientStack, i: int, why: Exception) -> None:
         """Tell whoever runs this client, and a simulation's ledger."""
-        told = f"client {crowd.clients[i]} masks zeros in round {crowd.round}: {type(why).__name__}: {why}"
+        told = f"client {stack.clients[i]} masks zeros in round {stack.round}: {type(why).__name__}: {why}"
         _log.warning(told, exc_info=why if not isinstance(why, Refused) else None)
-        masked = crowd.figures.get("zeroed", [0.0] * len(crowd))
-        crowd.figures["zeroed"] = [1.0 if k == i else value for k, value in enumerate(masked)]
+        masked = stack.figures.get("zeroed", [0.0] * len(stack))
+        stack.figures["zeroed"] = [1.0 if k == i else value for k, value in enumerate(masked)]
 
-    def agree(self, crowd: Crowd, question: Agree) -> list[Agreed]:
+    def agree(self, stack: ClientStack, question: Agree) -> list[Agreed]:
         answers, notes = [], []
-        for client, kept in zip(crowd.clients, self._kept(crowd, "masked"), strict=True):
-            self._check_alive(crowd, client, kept, question.alive)
-            signed = self._context(crowd, kept).signed_set(kept.session, kept.asked, question.alive)
-            answers.append(Agreed(tensor(crowd.identities.sign(client, signed))))
+        for client, kept in zip(stack.clients, self._kept(stack, "masked"), strict=True):
+            self._check_alive(stack, client, kept, question.alive)
+            signed = self._context(stack, kept).signed_set(kept.session, kept.asked, question.alive)
+            answers.append(Agreed(tensor(stack.identities.sign(client, signed))))
             notes.append(replace(kept, stage="agreement", alive=question.alive))
-        return self._noted(crowd, notes, answers)
+        return self._noted(stack, notes, answers)
 
-    def unmask(self, crowd: Crowd, question: Unmask) -> list[Unmasked]:
+    def unmask(self, stack: ClientStack, question: Unmask) -> list[Unmasked]:
         """Reveal shares, and remember what the masked vector left to remember: of a sum that is never unmasked nothing
         stays."""
         malicious = self.how.server == "malicious"
         alive, gone = set(question.alive), set(question.gone)
         answers = []
-        for client, kept in zip(crowd.clients, self._kept(crowd, "agreement" if malicious else "masked"), strict=True):
-            self._check_alive(crowd, client, kept, question.alive)
+        for client, kept in zip(stack.clients, self._kept(stack, "agreement" if malicious else "masked"), strict=True):
+            self._check_alive(stack, client, kept, question.alive)
             if alive & gone or len(gone) < len(question.gone):
                 raise Refused("bad set", "a client is named as left and as gone, or twice")
             if sorted(alive | gone) != kept.shared:
                 raise Refused("bad set", "who is left and who is gone are not those who shared")
             if malicious:
-                self._check_agreement(crowd, kept, question)
+                self._check_agreement(stack, kept, question)
             shares = self._reveal(kept, alive)
             if len(shares) != question.holders:
                 raise Refused("bad set", f"{question.holders} shares are asked for, of {len(shares)} neighbours")
             answers.append(Unmasked(tensor(b"".join(shares), SHARE)))
-        crowd.remember([note.pop(PENDING, None) for note in crowd.notes])
-        for note in crowd.notes:
+        stack.remember([note.pop(PENDING, None) for note in stack.notes])
+        for note in stack.notes:
             note[OVER] = True
-        return self._noted(crowd, [Secrets("unmask") for _ in answers], answers)
+        return self._noted(stack, [Secrets("unmask") for _ in answers], answers)
 
-    def _check_alive(self, crowd: Crowd, client: int, kept: Secrets, alive: Sequence[int]) -> None:
+    def _check_alive(self, stack: ClientStack, client: int, kept: Secrets, alive: Sequence[int]) -> None:
         if list(alive) != sorted({*alive} & {*kept.shared}) or client not in alive:
             raise Refused("bad set", "who is left is not among who shared, each once, or this client is not")
         if len(alive) < kept.quorum:
             raise Refused("bad set", f"{len(alive)} clients are left, {kept.quorum} are needed")
-        if not graph.connected(tuple(kept.ids), self.how.degree(len(kept.ids)), crowd.seed, tuple(alive)):
+        if not graph.connected(tuple(kept.ids), self.how.degree(len(kept.ids)), stack.seed, tuple(alive)):
             raise Refused("bad set", "the masks of those who are left fall into parts, of which each has its own sum")
 
-    def _check_agreement(self, crowd: Crowd, kept: Secrets, question: Unmask) -> None:
+    def _check_agreement(self, stack: ClientStack, kept: Secrets, question: Unmask) -> None:
         """Enough of those who are left have signed the very set that this client signed, and were asked the same."""
         if question.alive != kept.alive:
             raise Refused("bad set", "who is left is not what this client signed")
@@ -294,9 +294,9 @@ class Summand:
             raise Refused("bad set", "signatures are missing or not of clients who are left, each once")
         if len(signers) < kept.quorum:
             raise Refused("bad set", f"{len(signers)} clients signed who is left, {kept.quorum} are needed")
-        signed = self._context(crowd, kept).signed_set(kept.session, kept.asked, question.alive)
+        signed = self._context(stack, kept).signed_set(kept.session, kept.asked, question.alive)
         for signer, signature in zip(signers, rows(question.signatures), strict=True):
-            crowd.identities.verify(signer, signature, signed)
+            stack.identities.verify(signer, signature, signed)
 
     def _reveal(self, kept: Secrets, alive: set[int]) -> list[bytes]:
         """A share of b of each who is left and of the mask key of each who is gone: never both of one client."""
@@ -304,27 +304,27 @@ class Summand:
         both = {k: kept.held.get(k, bytes(2 * SHARE)) for k in dealers}  # of whom it complained it has nothing
         return [both[k][:SHARE] if k in alive else both[k][SHARE:] for k in dealers]
 
-    def _context(self, crowd: Crowd, kept: Secrets) -> Context:
-        return Context.of(crowd.run, crowd.round, kept.ids, kept.quorum)
+    def _context(self, stack: ClientStack, kept: Secrets) -> Context:
+        return Context.of(stack.run, stack.round, kept.ids, kept.quorum)
 
-    def _kept(self, crowd: Crowd, stage: str) -> list[Secrets]:
+    def _kept(self, stack: ClientStack, stage: str) -> list[Secrets]:
         """What each client keeps after `stage`, which must be the last one it answered."""
-        kept: list[Secrets] = crowd.recall(NOTE)
-        for client, secret in zip(crowd.clients, kept, strict=True):
+        kept: list[Secrets] = stack.recall(NOTE)
+        for client, secret in zip(stack.clients, kept, strict=True):
             if secret.stage != stage:
                 raise Refused("wrong stage", f"client {client} is at '{secret.stage}', the question follows '{stage}'")
         return kept
 
-    def _noted(self, crowd: Crowd, notes: Sequence[Secrets], answers: list[Any]) -> list[Any]:
-        """Keep notes once the whole crowd has answered: of a crowd that fails, each client is asked again."""
-        for note, secret in zip(crowd.notes, notes, strict=True):
+    def _noted(self, stack: ClientStack, notes: Sequence[Secrets], answers: list[Any]) -> list[Any]:
+        """Keep notes once the whole stack has answered: of a stack that fails, each client is asked again."""
+        for note, secret in zip(stack.notes, notes, strict=True):
             note[NOTE] = secret
         return answers
 
 
-def _check_memory(crowd: Crowd) -> None:
+def _check_memory(stack: ClientStack) -> None:
     """What a client remembers must say what of it is the server's, or that would not be bound into the masks."""
-    for record in crowd.memory:
+    for record in stack.memory:
         if record is not None and record.common is None:
             raise TypeError(
                 f"{type(record).__name__}, which clients remember, does not say which of its fields hold what the "

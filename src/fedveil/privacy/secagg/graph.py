@@ -45,9 +45,9 @@ def majority(n: int) -> int:
     return n // 2 + 1
 
 
-def _at_least(least: int, n: int, marked: int, drawn: int) -> float:
-    """The probability that of `drawn` out of n at least `least` are among the `marked` (hypergeometric tail)."""
-    ways = range(max(least, drawn - (n - marked), 0), min(drawn, marked) + 1)
+def _at_least(minimum: int, n: int, marked: int, drawn: int) -> float:
+    """The probability that of `drawn` out of n at least `minimum` are among the `marked` (hypergeometric tail)."""
+    ways = range(max(minimum, drawn - (n - marked), 0), min(drawn, marked) + 1)
     return sum(math.comb(marked, i) * math.comb(n - marked, drawn - i) for i in ways) / math.comb(n, drawn)
 
 

@@ -37,7 +37,7 @@ from fedveil.privacy.secagg.shamir import SHARE
 from fedveil.privacy.skellam import SumNoise
 
 if TYPE_CHECKING:
-    from fedveil.core.clients import Crowd
+    from fedveil.core.clients import ClientStack
     from fedveil.core.federation import Method
     from fedveil.core.forecast import Turn
     from fedveil.core.task import Task
@@ -55,14 +55,14 @@ class SecureSum:
     bits:       of a value in fixed point, its sign among them; elements have 32 bits, or 64 if the sum of all clients
                 needs them
     server:     whom it protects from: a "curious" server that keeps to the protocol, or a "malicious" one
-    least:      the fewest clients that a client lets itself be summed with
+    min_clients: the fewest clients that a client lets itself be summed with
     neighbours: with how many others a client masks; None chooses, and is everybody in cohorts of up to 100
     """
 
     clip: float = 1.0
     bits: int = 20
     server: str = "curious"
-    least: int = 3
+    min_clients: int = 3
     neighbours: int | None = None
 
     def __post_init__(self) -> None:
@@ -70,24 +70,24 @@ class SecureSum:
             raise ValueError("a secure sum needs clip above 0 and from 2 to 52 bits")
         if self.server not in ("curious", "malicious"):
             raise ValueError(f"secure.server is '{self.server}'; use curious or malicious")
-        if self.least < 3:
-            raise ValueError("secure.least is at least 3: of a sum of two each knows the other's part")
+        if self.min_clients < 3:
+            raise ValueError("secure.min_clients is at least 3: of a sum of two each knows the other's part")
         if self.neighbours is not None and (self.neighbours < 2 or self.neighbours % 2):
             raise ValueError("secure.neighbours is an even number from 2 on; leave it out to let the cohort decide")
         if self.server == "malicious" and self.neighbours is not None:
             raise ValueError("against a malicious server everybody masks with everybody; leave secure.neighbours out")
 
-    def refuse(self, task: Task, answer: type[Answer], merge: str = "mean") -> None:
+    def validate(self, task: Task, answer: type[Answer], aggregator: str = "mean") -> None:
         """Raise a ValueError if such answers cannot be summed securely, or not be merged so."""
-        if not answer.sums:
+        if not answer.additive:
             raise ValueError(
                 f"a secure sum of {answer.__name__} means nothing: these messages do not add up, each has to be "
                 "decoded by itself; use a codec whose messages do, such as raw"
             )
-        if merge != "mean":
+        if aggregator != "mean":
             raise ValueError(
-                f"merge.kind is '{merge}', which compares clients' updates one by one, and in a secure sum the server "
-                "sees none of them; use mean"
+                f"aggregator.kind is '{aggregator}', which compares clients' updates one by one, and in a secure sum "
+                "the server sees none of them; use mean"
             )
         n = len(task.clients)
         self.fixed_point(n, self.quorum(n), task.sizes, answer)
@@ -113,7 +113,7 @@ class SecureSum:
 
     def quorum(self, n: int) -> int:
         """The fewest of n clients that are summed, and that together can recover a secret."""
-        return max(self.least, 2 * n // 3 + 1 if self.server == "malicious" else graph.majority(n))
+        return max(self.min_clients, 2 * n // 3 + 1 if self.server == "malicious" else graph.majority(n))
 
     def degree(self, n: int) -> int:
         """The number of a client's neighbours among n."""
@@ -124,7 +124,7 @@ class SecureSum:
         k = self.degree(n)
         return quorum if k >= n - 1 else graph.majority(k + 1)
 
-    def questions(self, method: Method, task: Task, question: Question, turn: Turn) -> list[Question]:
+    def forecast_messages(self, method: Method, task: Task, question: Question, turn: Turn) -> list[Question]:
         """What a client is asked for a secure sum of the answers to `question`, without values, if everybody stays."""
         ids, n = list(turn.cohort), len(turn.cohort)
         if n < self.quorum(n):
@@ -149,8 +149,8 @@ class SecureSum:
         ]
 
     def stages(
-        self, table: Mapping[type[Question], Callable[[Crowd, Any], Sequence[Answer]]]
-    ) -> dict[type[Question], Callable[[Crowd, Any], Sequence[Answer]]]:
+        self, table: Mapping[type[Question], Callable[[ClientStack, Any], Sequence[Answer]]]
+    ) -> dict[type[Question], Callable[[ClientStack, Any], Sequence[Answer]]]:
         """A client's answers to the protocol's questions; `table` has the method's questions whose answers are summed.
 
         They are answered within the secure sum only, so a server cannot ask them in the clear.
@@ -413,8 +413,8 @@ class Context:
 
     def asked(self, basis: bytes, question: Mask) -> bytes:
         """A digest of everything that the server supplied and a masked vector depends on: `basis`, which is the
-        method's question, the weights held and the round's earlier questions (see `Crowd.basis`), and the stage's own
-        fields."""
+        method's question, the weights held and the round's earlier questions (see `ClientStack.basis`), and the stage's
+        own fields."""
         sizes = listed([question.wide, *divmod(question.elements, 1 << 32)])
         return digest(self.info("asked"), basis, sizes, listed(question.ids))
 

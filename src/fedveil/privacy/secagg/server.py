@@ -46,7 +46,7 @@ def ask_sum(cohort: Cohort, identities: Identities, run: bytes, question: Questi
 
     method, task = cohort.method, cohort.task
     kind, quorum = method.reply(question), how.quorum(len(cohort))
-    how.refuse(task, kind)
+    how.validate(task, kind)
 
     def enough(left: Collection[int], stage: str) -> None:
         if len(left) < quorum:
@@ -121,7 +121,7 @@ def _honest(cohort: Cohort, identities: Identities, context: Context, answers: A
                 owner[key] = client
             keys[client] = own
         except Refused as error:
-            cohort.refuse(client, error)
+            cohort.reject(client, error)
     return keys
 
 
@@ -189,7 +189,7 @@ class _Scene:
             if len(those := complaints.get(client, ())) > near - self.threshold:
                 told = f"{len(those)} of {near - 1} neighbours say that they cannot open what it dealt"
                 why = Refused("bad share", told)
-            self.cohort.refuse(client, why)
+            self.cohort.reject(client, why)
         return sorted(left)
 
     def routed_shares(self, shared: Mapping[int, Shared], sharers: list[int]) -> dict[int, Question]:
@@ -222,7 +222,7 @@ class _Scene:
         digests = {k: answer.asked.numpy().tobytes() for k, answer in masked.items()}
         most = Counter(digests.values()).most_common(1)
         for client in (k for k, digest in digests.items() if digest != most[0][0]):
-            self.cohort.refuse(client, Refused("out of step", "it computed from something else than most clients did"))
+            self.cohort.reject(client, Refused("out of step", "it computed from something else than most clients did"))
         return {k: answer for k, answer in masked.items() if digests[k] == most[0][0]}
 
     def connected(self, alive: list[int]) -> bool:
@@ -283,7 +283,7 @@ class _Scene:
                 if self.context.mark(share, dealer, holder) == mark:
                     shares[dealer][point[holder]] = share
                 else:
-                    self.cohort.refuse(holder, Refused("bad share", f"it is not what client {dealer} dealt to it"))
+                    self.cohort.reject(holder, Refused("bad share", f"it is not what client {dealer} dealt to it"))
         return shares
 
     def _recovered(self, dealer: int, shares: Mapping[int, bytes], alive: bool, shared: Shared) -> bytes:
@@ -300,5 +300,5 @@ class _Scene:
             return secret
         if secret and not alive and masks.public_key(secret) == self.keys[dealer].mask:
             return secret
-        self.cohort.refuse(dealer, Refused("bad share", "what it dealt are shares of no secret of its own"))
+        self.cohort.reject(dealer, Refused("bad share", "what it dealt are shares of no secret of its own"))
         raise BelowQuorum(f"the secure sum cannot be unmasked: client {dealer} dealt shares of no secret of its own")
