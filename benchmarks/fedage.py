@@ -10,7 +10,7 @@ import torch
 import fedveil as fv
 from fedveil import models
 from fedveil.codecs.autoencoder import Code, Pair, linear
-from fedveil.core.clients import ClientStack
+from fedveil.core.stack import ClientStack
 from fedveil.data import from_tensors
 
 

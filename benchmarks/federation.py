@@ -10,7 +10,8 @@ import torch.nn.functional as F
 import fedveil as fv
 from benchmarks.clock import in_turns
 from fedveil import models
-from fedveil.core.federation import CohortSampler, Federation
+from fedveil.core.loop import Federation
+from fedveil.core.sampling import CohortSampler
 from fedveil.data import from_tensors
 from fedveil.engines import LocalEngine
 

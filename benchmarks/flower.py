@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 
 import fedveil as fv
-from fedveil.core.federation import Engine
+from fedveil.core.cohort import Engine
 from fedveil.engines import LocalEngine
 from fedveil.runs import recipe
 

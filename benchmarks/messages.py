@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.clock import in_turns
-from fedveil.core import message
+from fedveil.core import message, schema
 from fedveil.core.message import Envelope
 from fedveil.methods.fedavg import Update
 
@@ -19,7 +19,7 @@ def million_floats() -> dict[str, float]:
 
     def read() -> None:
         record, _ = message.unframe(frame, {Update.kind: Update}, len(frame))
-        message.check(record, sizes)
+        schema.check(record, sizes)
 
     view = memoryview(frame)
     copy, encode, decode = in_turns(lambda: bytes(view), lambda: message.frame(update, where), read, turns=200)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fedveil as fv
 from benchmarks.clock import in_turns
 from fedveil import models
-from fedveil.core.clients import ClientStack
+from fedveil.core.stack import ClientStack
 from fedveil.data import from_tensors
 from fedveil.gpu import graphs
 from fedveil.gpu.graphs import one_thread

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fedveil as fv
-from fedveil.core import message
+from fedveil.core import message, schema
 from fedveil.core.message import Envelope
 from fedveil.data import from_tensors
 from fedveil.runs import recipe
@@ -56,8 +56,8 @@ def through_the_wire(codec: fv.Codec, task: fv.Task, payload: Any) -> Any:
     sizes = codec.sizes(task)
     data = message.frame(payload, Envelope())
     kinds = {codec.payload.kind: codec.payload}
-    received, _ = message.unframe(data, kinds, message.size_limit(codec.payload, sizes))
-    message.check(received, sizes)
+    received, _ = message.unframe(data, kinds, schema.size_limit(codec.payload, sizes))
+    schema.check(received, sizes)
     codec.check(task, received)
     return received
 

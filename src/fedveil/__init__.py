@@ -10,22 +10,14 @@ from fedveil.codecs.tiers import Tiers
 from fedveil.codecs.tofu import TofuCodec
 from fedveil.codecs.topk import TopK
 from fedveil.codecs.zstd import Zstd
-from fedveil.core.clients import ClientStack
-from fedveil.core.federation import (
-    METHODS,
-    About,
-    Answers,
-    Cohort,
-    CohortSampler,
-    Federation,
-    Method,
-    State,
-    run,
-    settle,
-)
+from fedveil.core.cohort import Answers, Cohort
 from fedveil.core.ledger import Ledger, Result, Row
+from fedveil.core.loop import Federation, run, settle
 from fedveil.core.message import Answer, Question, Record, Refused
+from fedveil.core.method import METHODS, About, Method, State
+from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.data import Data, Split, load, split
 from fedveil.methods.baffle.baffle import Baffle

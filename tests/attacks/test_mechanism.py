@@ -9,8 +9,8 @@ from torch import nn
 
 import fedveil as fv
 from fedveil.attacks.mechanism import Heard, Mechanism, Planted, Tapped, audit, bound, canary, noise, quiet
-from fedveil.core.clients import ClientStack
-from fedveil.core.federation import private_root
+from fedveil.core.loop import private_root
+from fedveil.core.stack import ClientStack
 from fedveil.data import from_tensors
 from fedveil.privacy import account, dpsgd
 from fedveil.privacy.accountant import Noised, epsilon

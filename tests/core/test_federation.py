@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import fedveil as fv
-from fedveil.core.clients import Letter, Memory, Reply
-from fedveil.core.federation import NoUsableAnswers
+from fedveil.core.clients import Letter, Reply
+from fedveil.core.loop import NoUsableAnswers
+from fedveil.core.memory import Memory
 from fedveil.core.message import Envelope, Refused
 from fedveil.engines import LocalEngine
 from fedveil.methods.scaffold import Control

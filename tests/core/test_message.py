@@ -33,14 +33,13 @@ from fedveil.core.message import (
     Refused,
     Shape,
     Weights,
-    check,
     frame,
     pack,
     prefix,
-    size_limit,
     unframe,
     unpack,
 )
+from fedveil.core.schema import check, size_limit
 from fedveil.links.down import Train
 from fedveil.methods.qfedavg import FairUpdate
 

@@ -222,7 +222,7 @@ def test_a_trial_is_made_once_a_task(monkeypatch):
     task, tried = task_with(nn.Linear(4, 3)), []
     monkeypatch.setattr(task, "_try", tried.append)
     for _ in range(3):
-        fv.core.federation.init_state(task, fv.FedAvg(up=fv.FedSynthCodec()), fv.CohortSampler(size=2))
+        fv.core.loop.init_state(task, fv.FedAvg(up=fv.FedSynthCodec()), fv.CohortSampler(size=2))
     assert len(tried) == len(set(tried)) == 4
 
 

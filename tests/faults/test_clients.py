@@ -10,7 +10,7 @@ import torch
 import fedveil as fv
 from fedveil.codecs.raw import Update
 from fedveil.core.clients import Clients, Letter, Reply
-from fedveil.core.federation import read_answer
+from fedveil.core.cohort import read_answer
 from fedveil.core.message import Envelope, Refused, frame
 from fedveil.engines import LocalEngine
 from fedveil.methods.scaffold import TrainControlled

@@ -11,7 +11,7 @@ import torch
 import fedveil as fv
 from fedveil.codecs.raw import Update
 from fedveil.core.clients import Reply
-from fedveil.core.message import fields
+from fedveil.core.schema import fields
 from fedveil.methods.qfedavg import FairUpdate
 from fedveil.methods.scaffold import Controlled
 from hostile.attacks import BYTES, RECORDS, WEIGHT, Scene, enveloped, field, tensor_attacks

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import fedveil as fv
 from fedveil.core import message
 from fedveil.core.clients import Reply
-from fedveil.core.message import KINDS, fields
+from fedveil.core.message import KINDS
+from fedveil.core.schema import fields
 from fedveil.data import from_tensors
 from fedveil.links.steps import WeightsDigest
 from hostile.attacks import BYTES, Attack, Scene, inf, nan

@@ -9,7 +9,8 @@ import torch
 import fedveil as fv
 from fedveil.core import message
 from fedveil.core.clients import Clients, Letter
-from fedveil.core.message import Envelope, Refused, fields
+from fedveil.core.message import Envelope, Refused
+from fedveil.core.schema import fields
 from fedveil.engines import LocalEngine
 from fedveil.links.down import Train
 from fedveil.methods.qfedavg import TrainFair

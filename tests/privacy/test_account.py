@@ -5,8 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import fedveil as fv
-from fedveil.core.clients import Clients, Letter, Memory, Unanswered
+from fedveil.core.clients import Clients, Letter, Unanswered
 from fedveil.core.ledger import Ledger, Row
+from fedveil.core.memory import Memory
 from fedveil.core.message import Envelope, pack
 from fedveil.engines import LocalEngine as Engine
 from fedveil.engines import kept

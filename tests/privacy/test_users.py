@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fedveil as fv
 from codec_tools import stack_of
-from fedveil.core.federation import private_root
+from fedveil.core.loop import private_root
 from fedveil.engines import LocalEngine as Engine
 from fedveil.privacy import skellam
 from fedveil.privacy.account import Tally

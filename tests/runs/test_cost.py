@@ -7,7 +7,7 @@ import torch
 
 import fedveil as fv
 from fedveil.codecs.raw import Update
-from fedveil.core import message
+from fedveil.core import message, schema
 from fedveil.core.forecast import Compute, Turn
 from fedveil.core.message import Envelope
 from fedveil.engines import LocalEngine
@@ -150,5 +150,5 @@ def test_the_memory_estimate_grows_with_what_is_held() -> None:
 def test_the_size_of_a_record_is_the_length_of_its_frame() -> None:
     for record in (Update(torch.ones(3), 300), Update(torch.ones(4), 1)):
         assert message.size(record) == len(message.frame(record, Envelope()))
-    blank = message.blank(Update, {"weights": 5})
+    blank = schema.blank(Update, {"weights": 5})
     assert (blank.update.shape, blank.update.device.type, blank.records) == ((5,), "meta", 1)

@@ -13,7 +13,7 @@ from torch import nn
 
 import fedveil as fv
 from fedveil.codecs.directions import Directions
-from fedveil.core.clients import ClientStack
+from fedveil.core.stack import ClientStack
 from fedveil.data import from_tensors
 from fedveil.methods.baffle.probing import Prober, forward_only
 from fedveil.methods.surrogates.augment import same

@@ -18,9 +18,11 @@ from torch import Tensor
 
 from fedveil.codecs.fedage import Codes, FedAgeCodec
 from fedveil.codecs.fit import cosine
-from fedveil.core import message
+from fedveil.core import message, schema
 from fedveil.core.clients import Letter, Reply
-from fedveil.core.federation import CohortSampler, Federation, State
+from fedveil.core.loop import Federation
+from fedveil.core.method import State
+from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
 from fedveil.engines.local import LocalEngine
@@ -40,7 +42,7 @@ def differential(task: Task, codec: Tuned, payloads: Sequence[Any], seen: Sequen
     seen: what the server takes for each client's codes where it is not the codes themselves, of which it has the mean
     """
     (nothing,) = codec.encode(task, task.initial[None], torch.zeros_like(task.initial)[None], [Seed.root(0)], None)
-    whole, m = message.stack(payloads, "codes").mean(0), len(payloads)
+    whole, m = schema.stack(payloads, "codes").mean(0), len(payloads)
     rest = [changed(p, codes=whole + (nothing.codes - p.codes) / m) for p in seen or payloads]
     left = torch.stack([codec.merge(task, [p]) for p in rest])
     return m * (codec.merge(task, [changed(nothing, codes=whole)]) - left)

@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from fedveil.attacks.roc import clopper_pearson, one_run
-from fedveil.core.clients import ClientStack
-from fedveil.core.federation import CohortSampler, Federation, Method, init_state
+from fedveil.core.loop import Federation, init_state
+from fedveil.core.method import Method
+from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.data import Split
 from fedveil.engines.local import LocalEngine

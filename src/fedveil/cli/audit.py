@@ -18,7 +18,7 @@ from fedveil.cli.jobs import Job
 from fedveil.cli.options import Format, Shown, argument, option
 from fedveil.cli.progress import LINE_EVERY
 from fedveil.cli.shell import err, out, say
-from fedveil.core.federation import private_root
+from fedveil.core.loop import private_root
 from fedveil.core.seeds import Seed
 from fedveil.gpu import graphs
 from fedveil.runs.folder import Saved

@@ -39,8 +39,9 @@ from fedveil.cli.options import (
 from fedveil.cli.progress import INTERRUPTED, Interrupt
 from fedveil.cli.shell import Plainly, out, say
 from fedveil.codecs.base import Codec
-from fedveil.core.federation import METHODS, learned_nothing, nothing_learned, settled_like
+from fedveil.core.loop import learned_nothing, nothing_learned, settled_like
 from fedveil.core.message import Refused
+from fedveil.core.method import METHODS
 from fedveil.core.spelling import nearest
 from fedveil.runs import recipe
 from fedveil.runs.cost import cost as foretell

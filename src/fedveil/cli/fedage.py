@@ -125,8 +125,8 @@ def attack(path: Annotated[Path, argument("DIR")], format: Shown = Format.table)
     """
     from fedveil.attacks.differential import expose, overheard
     from fedveil.codecs.fedage import FedAgeCodec
-    from fedveil.core.clients import ClientStack
     from fedveil.core.seeds import Seed
+    from fedveil.core.stack import ClientStack
     from fedveil.methods.fedavg import FedAvg
     from fedveil.report.figures import densities, svg
 

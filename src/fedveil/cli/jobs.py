@@ -19,8 +19,9 @@ import fedveil
 from fedveil import data
 from fedveil.cli.progress import Watch
 from fedveil.cli.shell import BUG, say
-from fedveil.core.federation import NOTHING, Engine, NoUsableAnswers, init_state, private_root
+from fedveil.core.cohort import Engine
 from fedveil.core.ledger import Ledger
+from fedveil.core.loop import NOTHING, NoUsableAnswers, init_state, private_root
 from fedveil.core.message import Refused
 from fedveil.core.task import Task
 from fedveil.data.files import data_directory

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil import models
-from fedveil.core import message
+from fedveil.core import message, schema
 from fedveil.core.message import Envelope, Record, Refused, Shape
 from fedveil.core.seeds import Seed
 from fedveil.data.files import data_directory
@@ -305,11 +305,11 @@ def read(path: Path, code: Code) -> Pair:
     sizes: dict[str, message.Size] = {"parameters": sum(p.numel() for p in pair.parameters())}
     try:
         frame = path.read_bytes()
-        record, _ = message.unframe(frame, {TrainedPair.kind: TrainedPair}, message.size_limit(TrainedPair, sizes))
+        record, _ = message.unframe(frame, {TrainedPair.kind: TrainedPair}, schema.size_limit(TrainedPair, sizes))
         assert isinstance(record, TrainedPair)
         if any(getattr(record, name) != value for name, value in vars(code).items()):
             raise Refused("wrong field", "the pair is of other settings")
-        message.check(record, sizes)
+        schema.check(record, sizes)
         if not 0 < record.reach < 1e6:
             raise Refused("out of range", f"reach is {record.reach:g}")
     except Refused as error:

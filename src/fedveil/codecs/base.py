@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fedveil.core.clients import ClientStack
-from fedveil.core.federation import Answers, Cohort
+from fedveil.core.cohort import Answers, Cohort
 from fedveil.core.forecast import Compute
 from fedveil.core.message import Answer, Refused, Size
 from fedveil.core.seeds import Seed
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fedveil.codecs import autoencoder
 from fedveil.codecs.autoencoder import Code, Pair
-from fedveil.core import message
-from fedveil.core.clients import ClientStack
+from fedveil.core import message, schema
 from fedveil.core.message import Answer, Refused, Shape, Size
 from fedveil.core.seeds import Seed
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.links.agreed import CodeSpace, Tuned
 
@@ -133,10 +133,10 @@ class Scaled(Tuned):
         return [Codes(row, torch.ones(1)) for row in codes.cpu()]
 
     def decode(self, task: Task, w: Tensor, payloads: Sequence[Codes]) -> Tensor:
-        return self._decode(task, message.stack(payloads, "codes").to(w.device))
+        return self._decode(task, schema.stack(payloads, "codes").to(w.device))
 
     def merge(self, task: Task, payloads: Sequence[Codes]) -> Tensor:
-        return self._decode(task, message.stack(payloads, "codes").to(task.device).mean(0, keepdim=True))[0]
+        return self._decode(task, schema.stack(payloads, "codes").to(task.device).mean(0, keepdim=True))[0]
 
     def _decode(self, task: Task, codes: Tensor) -> Tensor:
         """(n/s)(D(g⁺) - D(g⁻)) of codes or means of codes [C, 2, blocks, h], [C, d]: algorithm 1.

@@ -14,11 +14,11 @@ from torch.autograd.function import once_differentiable
 
 from fedveil.codecs.base import Codec
 from fedveil.codecs.fit import PRECISIONS, WIDEST, Rounding, Variable, adam, check_points, normal, simplex
-from fedveil.core import message
-from fedveil.core.clients import ClientStack
+from fedveil.core import message, schema
 from fedveil.core.forecast import Compute
 from fedveil.core.message import Answer, Count, Shape, Size
 from fedveil.core.seeds import Seed
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import FORWARD_PASSES, SECOND_DERIVATIVES, SOFT_LABELS, Task, cross_entropy
 
 
@@ -115,7 +115,7 @@ class FedSynthCodec(Codec):
 
     def decode(self, task: Task, w: Tensor, payloads: Sequence[Synthetic]) -> Tensor:
         images, labels, steps, norm, low, high = (
-            message.stack(payloads, name).to(w.device) for name in ("images", "labels", "steps", "norm", "low", "high")
+            schema.stack(payloads, name).to(w.device) for name in ("images", "labels", "steps", "norm", "low", "high")
         )
         pixels = Rounding(self.precision, low.float(), high.float()).expand(images)
         soft = simplex(Rounding.unit(labels, self.precision).expand(labels))

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fedveil.codecs.base import Codec
-from fedveil.core import message
-from fedveil.core.clients import ClientStack
+from fedveil.core import message, schema
 from fedveil.core.message import Answer, Count, Shape, Size
 from fedveil.core.seeds import Seed
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -49,4 +49,4 @@ class Half(Codec):
         return [HalfUpdate(row) for row in updates.to(HALVES[self.dtype]).cpu()]
 
     def decode(self, task: Task, w: Tensor, payloads: Sequence[HalfUpdate]) -> Tensor:
-        return message.stack(payloads, "update").to(w.device).float()
+        return schema.stack(payloads, "update").to(w.device).float()

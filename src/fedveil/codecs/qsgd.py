@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fedveil.codecs.base import Codec
-from fedveil.core import message
-from fedveil.core.clients import ClientStack
+from fedveil.core import message, schema
 from fedveil.core.message import Answer, Count, Refused, Shape, Size
 from fedveil.core.seeds import Seed
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 
 
@@ -71,7 +71,7 @@ class Qsgd(Codec):
         return rows
 
     def decode(self, task: Task, w: Tensor, payloads: Sequence[Quantised]) -> Tensor:
-        codes, scales = (message.stack(payloads, name).to(w.device) for name in ("codes", "scales"))
+        codes, scales = (schema.stack(payloads, name).to(w.device) for name in ("codes", "scales"))
         level = self._unpack(codes)[:, : task.layout.size].float() - self.levels
         return level * (scales / self.levels).repeat_interleave(self.bucket, 1)[:, : task.layout.size]
 

@@ -9,10 +9,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedveil.codecs.base import Codec
-from fedveil.core import message
-from fedveil.core.clients import ClientStack
+from fedveil.core import message, schema
 from fedveil.core.message import Answer, Count, Weights
 from fedveil.core.seeds import Seed
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 
 
@@ -39,4 +39,4 @@ class Raw(Codec):
         return [Update(row) for row in updates.cpu()]
 
     def decode(self, task: Task, w: Tensor, payloads: Sequence[Update]) -> Tensor:
-        return message.stack(payloads, "update").to(w.device)
+        return schema.stack(payloads, "update").to(w.device)

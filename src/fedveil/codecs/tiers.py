@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fedveil.codecs.base import Codec
 from fedveil.codecs.fedsynth import FedSynthCodec
-from fedveil.core import message
-from fedveil.core.clients import ClientStack
+from fedveil.core import schema
 from fedveil.core.message import Answer, Refused
 from fedveil.core.seeds import Seed, is_weak
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.links.agreed import CodeSpace
 
@@ -88,7 +88,7 @@ class Tiers(Codec):
 
 def _fits(payload: Any, codec: Codec, task: Task) -> bool:
     try:
-        message.check(payload, {**codec.sizes(task), "records": 2**31})
+        schema.check(payload, {**codec.sizes(task), "records": 2**31})
         codec.check(task, payload)
     except Refused:
         return False

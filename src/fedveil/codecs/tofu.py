@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fedveil.codecs.base import Codec
 from fedveil.codecs.fit import PRECISIONS, WIDEST, Rounding, Variable, adam, check_points, cosine, normal, simplex
-from fedveil.core import message
-from fedveil.core.clients import ClientStack
+from fedveil.core import message, schema
 from fedveil.core.forecast import Compute
 from fedveil.core.message import Answer, Count, Shape, Size
 from fedveil.core.seeds import Seed
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import SECOND_DERIVATIVES, SOFT_LABELS, Task, cross_entropy
 
 
@@ -125,7 +125,7 @@ class TofuCodec(Codec):
 
     def decode(self, task: Task, w: Tensor, payloads: Sequence[Proxies]) -> Tensor:
         images, labels, alphas, scales, low, high = (
-            message.stack(payloads, name).to(w.device)
+            schema.stack(payloads, name).to(w.device)
             for name in ("images", "labels", "alphas", "scales", "low", "high")
         )
         soft = simplex(Rounding.unit(labels, self.precision).expand(labels))

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fedveil.codecs.base import Codec
-from fedveil.core import message
-from fedveil.core.clients import ClientStack
+from fedveil.core import message, schema
 from fedveil.core.message import Answer, Count, Refused, Shape, Size
 from fedveil.core.seeds import Seed
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 
 
@@ -59,5 +59,5 @@ class TopK(Codec):
         return [Sparse(v, p) for v, p in zip(values.cpu(), places.to(torch.int32).cpu(), strict=True)]
 
     def decode(self, task: Task, w: Tensor, payloads: Sequence[Sparse]) -> Tensor:
-        values, places = (message.stack(payloads, name).to(w.device) for name in ("values", "places"))
+        values, places = (schema.stack(payloads, name).to(w.device) for name in ("values", "places"))
         return torch.zeros_like(w).scatter(1, places.long(), values)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fedveil.codecs.base import Codec
 from fedveil.codecs.qsgd import Qsgd
-from fedveil.core import message
-from fedveil.core.clients import ClientStack
+from fedveil.core import message, schema
 from fedveil.core.forecast import Compute
 from fedveil.core.message import Answer, Container, Count, Envelope, Record, Refused, Size
 from fedveil.core.seeds import Seed
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.links.agreed import CodeSpace
 
@@ -63,7 +63,7 @@ class Zstd(Codec):
 
     def sizes(self, task: Task) -> Mapping[str, Size]:
         """As many bytes as Zstandard can make of an inner frame: what cannot be compressed grows a little."""
-        longest = message.size(message.blank(self.inner.payload, self.inner.sizes(task))) + 16  # a number may be longer
+        longest = message.size(schema.blank(self.inner.payload, self.inner.sizes(task))) + 16  # a number may be longer
         return {**task.sizes, "bytes": longest + longest // 256 + 64}
 
     def forecast_compute(self) -> Compute:
@@ -93,11 +93,11 @@ class Zstd(Codec):
         except zstandard.ZstdError as error:
             raise Refused("malformed", f"the payload is not Zstandard: {error}") from None
         record, _ = message.unframe(frame, {kind.kind: kind}, limit)
-        message.check(record, sizes)
+        schema.check(record, sizes)
         return record
 
     def _limit(self, task: Task) -> int:
-        return message.size_limit(self.inner.payload, self.inner.sizes(task))
+        return schema.size_limit(self.inner.payload, self.inner.sizes(task))
 
 
 def _zstandard() -> Any:

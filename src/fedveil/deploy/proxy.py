@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fedveil.core import message
+from fedveil.core import schema
 from fedveil.core.forecast import Turn
 from fedveil.data import Data
 from fedveil.data.splits import Share
@@ -49,7 +49,7 @@ def _answer(plan: Recipe, task: Task, turn: Turn) -> int:
     method, found = plan.method, 0
     for question in method.forecast_messages(task, turn):
         sizes = {**method.schema(task, question, turn.client), **question.sizes()}
-        found = max(found, message.size_limit(method.reply(question), sizes))
+        found = max(found, schema.size_limit(method.reply(question), sizes))
     return found
 
 

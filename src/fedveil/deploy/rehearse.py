@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from fedveil.core.federation import METHODS
 from fedveil.core.ledger import Ledger, Row
+from fedveil.core.method import METHODS
 from fedveil.data.files import data_directory
 from fedveil.deploy import keys
 from fedveil.deploy.scaffold import ABSENT

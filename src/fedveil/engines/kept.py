@@ -15,7 +15,8 @@ import msgspec
 from torch import Tensor
 
 from fedveil.core import message
-from fedveil.core.clients import Clients, Spent
+from fedveil.core.clients import Clients
+from fedveil.core.memory import Spent
 from fedveil.core.message import Container, Envelope, Record, Refused
 from fedveil.privacy.secagg.protocol import Secrets
 from fedveil.runs.folder import Remembered, digested, undigested, unfold, write

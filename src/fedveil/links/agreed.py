@@ -10,11 +10,11 @@ from msgspec import Meta
 from torch import Tensor
 
 from fedveil.codecs.base import Codec, decodable
-from fedveil.core import message
-from fedveil.core.clients import ClientStack
-from fedveil.core.federation import Answers, Cohort
+from fedveil.core import message, schema
+from fedveil.core.cohort import Answers, Cohort
 from fedveil.core.message import Answer, Question, Refused
 from fedveil.core.seeds import Seed
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.privacy.secagg.protocol import SecureSum
 from fedveil.train.aggregators import clamped
@@ -100,7 +100,7 @@ def in_code_space(
         asked.require(len(usable), len(asked))
         clients, payloads = list(usable), list(usable.values())
     mean = up.at(scale, cohort.seed).merge(cohort.task, payloads)
-    return mean, float(message.stack(payloads, "share").mean()), clients
+    return mean, float(schema.stack(payloads, "share").mean()), clients
 
 
 # ---------------------------------------------------------------------------------------------------- the clients

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from fedveil.codecs.base import Codec
 from fedveil.codecs.raw import Update
-from fedveil.core import message
-from fedveil.core.clients import ClientStack
-from fedveil.core.federation import Cohort, State
+from fedveil.core import message, schema
+from fedveil.core.cohort import Cohort
 from fedveil.core.forecast import Turn
 from fedveil.core.message import Container, Envelope, Question, Record, Refused, Weights
+from fedveil.core.method import State
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.gpu.graphs import one_thread
 from fedveil.links.steps import ClientWeights, Steps, Version
@@ -111,8 +112,8 @@ class Down:
     def forecast_messages(self, task: Task, turn: Turn) -> list[Question]:
         """What a client will be asked in a turn, without values."""
         if self.codec is None:
-            return [message.blank(Train, task.sizes)]
-        step = message.size(message.blank(self.codec.payload, self.codec.sizes(task)))
+            return [schema.blank(Train, task.sizes)]
+        step = message.size(schema.blank(self.codec.payload, self.codec.sizes(task)))
         if self.codec.reference == "init":
             return [TrainFrom(bytes(step))]
         version = turn.round - 1
@@ -136,9 +137,9 @@ class Down:
             raise Refused("wrong kind", "this run sends full weights down")
         sizes = self.codec.sizes(task)
         payload, _ = message.unframe(
-            frame, {self.codec.payload.kind: self.codec.payload}, message.size_limit(self.codec.payload, sizes)
+            frame, {self.codec.payload.kind: self.codec.payload}, schema.size_limit(self.codec.payload, sizes)
         )
-        message.check(payload, sizes)
+        schema.check(payload, sizes)
         self.codec.check(task, payload)
         return payload
 

@@ -11,7 +11,7 @@ from typing import Annotated
 from msgspec import Meta
 from torch import Tensor
 
-from fedveil.core import message
+from fedveil.core import message, schema
 from fedveil.core.message import Record, Shape
 from fedveil.core.task import Task
 from fedveil.links.steps import Steps
@@ -34,9 +34,9 @@ def replay(
     """Steps that `take` takes from the state of `initial`, of at most so many coefficients."""
 
     def read(task: Task, frame: bytes) -> Step:
-        step, _ = message.unframe(frame, {Step.kind: Step}, message.size_limit(Step, {"directions": max_directions}))
+        step, _ = message.unframe(frame, {Step.kind: Step}, schema.size_limit(Step, {"directions": max_directions}))
         assert isinstance(step, Step)
-        message.check(step, {"directions": min(step.coefficients.numel(), max_directions)})
+        schema.check(step, {"directions": min(step.coefficients.numel(), max_directions)})
         return step
 
     return Steps(initial, read, take)
@@ -44,4 +44,4 @@ def replay(
 
 def longest(max_directions: int) -> int:
     """The bytes of a step of so many coefficients."""
-    return message.size(message.blank(Step, {"directions": max_directions})) + 8  # a key is 9 bytes, not 1
+    return message.size(schema.blank(Step, {"directions": max_directions})) + 8  # a key is 9 bytes, not 1

@@ -20,9 +20,9 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from fedveil.core import message
-from fedveil.core.clients import ClientStack
-from fedveil.core.federation import BelowQuorum, Cohort
+from fedveil.core.cohort import BelowQuorum, Cohort
 from fedveil.core.message import Answer, Container, Envelope, Question, Record, Refused, Weights
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.train.optimizers import ServerState
 

@@ -14,11 +14,13 @@ from torch import Tensor
 from fedveil.codecs.base import Codec, decodable
 from fedveil.codecs.fit import cosine
 from fedveil.codecs.raw import Raw, Update
-from fedveil.core import message
-from fedveil.core.clients import ClientStack
-from fedveil.core.federation import SUMMED, About, Answers, Cohort, CohortSampler, Method, State
+from fedveil.core import schema
+from fedveil.core.cohort import Answers, Cohort
 from fedveil.core.forecast import Compute, Turn
 from fedveil.core.message import Answer, Question, Refused, Size
+from fedveil.core.method import SUMMED, About, Method, State
+from fedveil.core.sampling import CohortSampler
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.links.agreed import CodeSpace, Magnitude, Send, in_code_space, noted, recalled, shares, tuned
 from fedveil.links.down import ClientMemory, Down, Train, TrainFrom, TrainFull, TrainHere
@@ -299,7 +301,7 @@ class FedAvg(Method):
 
     def forecast_messages(self, task: Task, turn: Turn) -> list[Question]:
         if turn.rounds - turn.round < self.full_rounds:
-            asked: list[Question] = [message.blank(TrainFull, task.sizes)]
+            asked: list[Question] = [schema.blank(TrainFull, task.sizes)]
         else:
             asked = Down(self.down).forecast_messages(task, turn) + ([Send(0.0)] if self.codes else [])
         if (how := self.summing) and isinstance(asked[-1], tuple(self.summed)):

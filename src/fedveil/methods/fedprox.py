@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedveil.core.federation import About
+from fedveil.core.method import About
 from fedveil.methods.fedavg import FedAvg, raw_about
 
 

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedveil.core.clients import ClientStack
-from fedveil.core.federation import About
 from fedveil.core.forecast import Compute, Turn
+from fedveil.core.method import About
+from fedveil.core.stack import ClientStack
 from fedveil.methods.fedavg import FedAvg, raw_about
 from fedveil.train.local import full_gradient, full_gradient_compute
 

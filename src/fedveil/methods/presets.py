@@ -9,7 +9,7 @@ from fedveil.codecs.base import Codec
 from fedveil.codecs.fedage import FedAgeCodec
 from fedveil.codecs.fedsynth import FedSynthCodec
 from fedveil.codecs.tofu import TofuCodec
-from fedveil.core.federation import About
+from fedveil.core.method import About
 from fedveil.methods.fedavg import PRIVATE, FedAvg
 
 _EXPOSED = (

@@ -13,10 +13,11 @@ from fedveil.codecs.base import Codec
 from fedveil.codecs.fit import cosine
 from fedveil.codecs.raw import Raw
 from fedveil.core import message
-from fedveil.core.clients import ClientStack
-from fedveil.core.federation import About, Cohort, Method, State
+from fedveil.core.cohort import Cohort
 from fedveil.core.forecast import Compute, Turn
 from fedveil.core.message import Answer, Question, Size, Weights
+from fedveil.core.method import About, Method, State
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.links.agreed import CodeSpace, Send, in_code_space, noted, recalled, tuned
 from fedveil.methods.fedavg import raw_about

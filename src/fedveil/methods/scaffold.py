@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from fedveil.core import message
-from fedveil.core.clients import ClientStack
-from fedveil.core.federation import About, Cohort, Method, State
+from fedveil.core.cohort import Cohort
 from fedveil.core.forecast import Compute, Turn
 from fedveil.core.message import Answer, Question, Record, Weights
+from fedveil.core.method import About, Method, State
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.methods.fedavg import PRIVATE, raw_about
 from fedveil.privacy.account import Account

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedveil.core.clients import ClientStack
 from fedveil.core.seeds import Seed
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.gpu import graphs
 from fedveil.gpu.graphs import Loop

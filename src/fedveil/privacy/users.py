@@ -25,8 +25,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedveil.core.clients import ClientStack
 from fedveil.core.seeds import Seed
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.privacy.account import Account, Promise
 from fedveil.privacy.accountant import Noised, Skellam, epsilon

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace as with_fields
 
-from fedveil.core import message
+from fedveil.core import message, schema
 from fedveil.core.forecast import Turn
 from fedveil.core.seeds import Seed
 from fedveil.privacy.account import Tally
 
 if TYPE_CHECKING:
-    from fedveil.core.federation import Method
+    from fedveil.core.method import Method
     from fedveil.core.task import Task
     from fedveil.runs.recipe import Recipe
 
@@ -26,7 +26,7 @@ FLOAT = 4  # bytes
 
 def cost(task: Task, recipe: Recipe) -> dict[str, Any]:
     """The figures of `fedveil cost`: bytes up and down, passes, ε and an estimate of a client's memory."""
-    from fedveil.core.federation import init_state
+    from fedveil.core.loop import init_state
     from fedveil.methods.fedavg import FedAvg
 
     found, recipe = recipe, recipe.settled(task)
@@ -107,7 +107,7 @@ def _bytes(method: Method, task: Task, turn: Turn) -> tuple[int, int]:
     up = down = 0
     for question in method.forecast_messages(task, turn):
         sizes = {**method.schema(task, question, turn.client), **question.sizes()}
-        answer = message.blank(method.reply(question), sizes)
+        answer = schema.blank(method.reply(question), sizes)
         if "records" in answer.__struct_fields__:
             answer = with_fields(answer, records=1 if sizes["records"] == 1 else turn.records)
         up, down = up + message.size(answer), down + message.size(question)

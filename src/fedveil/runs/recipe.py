@@ -18,7 +18,9 @@ import msgspec
 import torch
 
 from fedveil import data, models
-from fedveil.core.federation import CohortSampler, Method, settle
+from fedveil.core.loop import settle
+from fedveil.core.method import Method
+from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
 from fedveil.core.spelling import nearest
 from fedveil.core.task import LOSSES, Task

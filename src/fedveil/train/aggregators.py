@@ -10,7 +10,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from fedveil.core.federation import Answers, Cohort
+from fedveil.core.cohort import Answers, Cohort
 
 ROOM = 10.0  # how many times its cohort's median a client's number may be, and what part of it
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedveil.core.clients import ClientStack
 from fedveil.core.forecast import Compute
+from fedveil.core.stack import ClientStack
 from fedveil.gpu.graphs import repeat
 from fedveil.privacy.dpsgd import DpSgd
 

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from fedveil.core import message
-from fedveil.core.federation import State
 from fedveil.core.message import Shape, Weights
+from fedveil.core.method import State
 
 Versions = Annotated[Tensor, Shape(("clients",), torch.int64, 0, 2**40)]
 

@@ -3,7 +3,7 @@
 import torch
 
 import fedveil as fv
-from fedveil.core.clients import ClientStack
+from fedveil.core.stack import ClientStack
 from toys import linear_task
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fedveil as fv
-from fedveil.core import message
+from fedveil.core import message, schema
 from fedveil.core.clients import Clients, Letter, Reply
 from fedveil.core.forecast import Turn
 from fedveil.core.message import Answer, Count, Envelope, Question, Record, Weights
@@ -52,7 +52,7 @@ class Summed(fv.Method):
         return Plain(state.weights + total.mean("update"))
 
     def forecast_messages(self, task: fv.Task, turn: Turn) -> list[Question]:
-        return self.secure.forecast_messages(self, task, message.blank(Give, task.sizes), turn)
+        return self.secure.forecast_messages(self, task, schema.blank(Give, task.sizes), turn)
 
     @property
     def handlers(self) -> Mapping[type[Question], Callable[..., Sequence[Answer]]]:

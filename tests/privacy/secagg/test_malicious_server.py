@@ -21,8 +21,9 @@ from torch import nn
 
 import fedveil as fv
 from fedveil.core import message
-from fedveil.core.clients import Clients, ClientStack
+from fedveil.core.clients import Clients
 from fedveil.core.message import Record, Refused
+from fedveil.core.stack import ClientStack
 from fedveil.data import from_tensors
 from fedveil.engines import kept
 from fedveil.links.agreed import Send

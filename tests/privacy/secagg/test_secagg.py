@@ -504,7 +504,7 @@ def test_a_server_that_lost_its_round_may_begin_it_again_until_somebody_unmasked
             asked = letter(Advertise(), 1, cohort._shared.run, cohort.round)
             for stage in (Advertise, Share, Deal, Mask, Unmask):
                 cohort._shared.engine.drop = {stage: range(20)}
-                with pytest.raises(fv.core.federation.BelowQuorum):
+                with pytest.raises(fv.core.cohort.BelowQuorum):
                     cohort.ask_sum(Give(state.weights), self.secure)
             cohort._shared.engine.drop = {}
             after = super().round(state, cohort)

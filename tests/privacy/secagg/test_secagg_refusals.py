@@ -490,7 +490,7 @@ def test_a_signature_of_another_try_in_the_same_round_is_refused():
         def round(self, state, cohort):
             engine = cohort._shared.engine
             engine.drop = {Unmask: range(N)}
-            with pytest.raises(fv.core.federation.BelowQuorum):
+            with pytest.raises(fv.core.cohort.BelowQuorum):
                 cohort.ask_sum(Give(state.weights), self.secure)
             engine.drop = {}
             kept.append(engine.heard(Agreed)[4].signature)

@@ -12,7 +12,7 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import Tensor
 
 from fedveil.codecs.base import Codec
-from fedveil.core import message
+from fedveil.core import message, schema
 from fedveil.core.message import Envelope, Refused
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
@@ -69,8 +69,8 @@ def decode_replies(codec: Codec, task: Task, sent: ArrayRecord, replies: Iterabl
 
 def _decoded(codec: Codec, task: Task, w: Tensor, frame: bytes) -> Tensor:
     sizes = codec.sizes(task)
-    payload, _ = message.unframe(frame, {codec.payload.kind: codec.payload}, message.size_limit(codec.payload, sizes))
-    message.check(payload, sizes)
+    payload, _ = message.unframe(frame, {codec.payload.kind: codec.payload}, schema.size_limit(codec.payload, sizes))
+    schema.check(payload, sizes)
     codec.check(task, payload)
     update = codec.decode(task, w[None], [payload])[0]
     if not update.isfinite().all():

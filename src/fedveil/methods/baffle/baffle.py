@@ -15,11 +15,12 @@ from torch import Tensor
 
 from fedveil.codecs.directions import LAWS, Directions, order, words
 from fedveil.core import message
-from fedveil.core.clients import ClientStack
-from fedveil.core.federation import SUMMED, About, Cohort, Method
+from fedveil.core.cohort import Cohort
 from fedveil.core.forecast import Compute, Turn
 from fedveil.core.message import Answer, Count, Question, Refused, Shape, Size, Weights
+from fedveil.core.method import SUMMED, About, Method
 from fedveil.core.seeds import Seed, is_weak
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import FORWARD_PASSES, Task
 from fedveil.gpu.graphs import one_thread
 from fedveil.links.replay import Key, Step, longest, replay

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from msgspec.structs import replace
 from torch import Tensor
 
-from fedveil.core import message
-from fedveil.core.clients import ClientStack
-from fedveil.core.federation import Answers, Cohort, Method
+from fedveil.core import schema
+from fedveil.core.cohort import Answers, Cohort
 from fedveil.core.forecast import Turn
 from fedveil.core.message import Answer, Question, Refused
+from fedveil.core.method import Method
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import FORWARD_PASSES, Rows, Task
 from fedveil.methods.surrogates.augment import strategies, validate
 from fedveil.methods.surrogates.descent import descend, rates
@@ -270,7 +271,7 @@ class Surrogates(Method):
 
     def forecast_messages(self, task: Task, turn: Turn) -> list[Question]:
         points = self.images * int(self.held(task, turn.client).sum())
-        return [WhichClasses(), Distil(message.blank(LapState, task.sizes).weights, points)]
+        return [WhichClasses(), Distil(schema.blank(LapState, task.sizes).weights, points)]
 
     def measuring(self, turn: Turn) -> int:
         """The passes that `calibrated` takes, if it takes all its steps."""

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fedveil.core.clients import ClientStack
-from fedveil.core.federation import About
 from fedveil.core.forecast import Compute, Turn
+from fedveil.core.method import About
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.gpu.graphs import repeat
 from fedveil.methods.surrogates.augment import Siamese

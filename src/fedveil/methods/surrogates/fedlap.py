@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedveil.core.clients import ClientStack
-from fedveil.core.federation import About
 from fedveil.core.forecast import Compute, Turn
+from fedveil.core.method import About
+from fedveil.core.stack import ClientStack
 from fedveil.core.task import SECOND_DERIVATIVES, Task
 from fedveil.gpu.graphs import Loop
 from fedveil.methods.surrogates.augment import Change, Siamese, same

@@ -9,8 +9,8 @@ from msgspec import Meta
 from torch import Tensor
 
 from fedveil.core import message
-from fedveil.core.federation import State
 from fedveil.core.message import Answer, Count, Question, Record, Shape, Size, Weights
+from fedveil.core.method import State
 from fedveil.core.task import Task
 
 WIDEST = 1e3  # the range of synthetic inputs, either way

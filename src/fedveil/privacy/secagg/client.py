@@ -21,9 +21,10 @@ import torch
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from fedveil.core import message
-from fedveil.core.clients import ABOUT_QUESTIONS, OWN_NOTE
+from fedveil.core import message, schema
+from fedveil.core.clients import ABOUT_QUESTIONS
 from fedveil.core.message import Answer, Question, Refused
+from fedveil.core.stack import OWN_NOTE
 from fedveil.privacy import skellam
 from fedveil.privacy.secagg import graph, masks, shamir
 from fedveil.privacy.secagg.masks import KEY, FixedPoint, Vector
@@ -53,7 +54,7 @@ from fedveil.privacy.secagg.protocol import (
 from fedveil.privacy.secagg.shamir import SHARE
 
 if TYPE_CHECKING:
-    from fedveil.core.clients import ClientStack
+    from fedveil.core.stack import ClientStack
 
 NOTE = OWN_NOTE  # the secrets of the round. The others are no secrets, and a client that restarts finds them again:
 OVER = f"{OWN_NOTE}: unmasked"  # it must not unmask twice,
@@ -182,7 +183,7 @@ class Summand:
                 raise Refused("bad set", f"{len(ids)} clients shared, {kept.quorum} are needed")
         payload = question.question.numpy().data
         inner = message.unpack(payload, table[question.asked])
-        message.check(inner, {**stack.task.sizes, **inner.sizes()})
+        schema.check(inner, {**stack.task.sizes, **inner.sizes()})
         _check_memory(stack)
         bases = stack.basis(inner.kind, payload)
         for client, note, basis in zip(stack.clients, stack.notes, bases, strict=True):
@@ -334,5 +335,5 @@ def _check_memory(stack: ClientStack) -> None:
 
 def flat(answer: Answer) -> NDArray[np.float32]:
     """All tensors of an answer as one vector."""
-    parts = [getattr(answer, name).reshape(-1) for name in message.fields(type(answer))]
+    parts = [getattr(answer, name).reshape(-1) for name in schema.fields(type(answer))]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).detach().cpu().float().numpy()

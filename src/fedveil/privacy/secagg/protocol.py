@@ -29,7 +29,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from fedveil.core import message
+from fedveil.core import message, schema
 from fedveil.core.message import Answer, Question, Shape, Size
 from fedveil.privacy.secagg import graph, masks
 from fedveil.privacy.secagg.masks import KEY, FixedPoint
@@ -37,9 +37,9 @@ from fedveil.privacy.secagg.shamir import SHARE
 from fedveil.privacy.skellam import SumNoise
 
 if TYPE_CHECKING:
-    from fedveil.core.clients import ClientStack
-    from fedveil.core.federation import Method
     from fedveil.core.forecast import Turn
+    from fedveil.core.method import Method
+    from fedveil.core.stack import ClientStack
     from fedveil.core.task import Task
 
 PROTOCOL = b"fedveil secure sum 2"
@@ -209,7 +209,7 @@ class Sum:
 
 def shapes(answer: type[Answer], sizes: Mapping[str, Size]) -> dict[str, tuple[int, ...]]:
     """The shapes of an answer's tensors, which are summed one after the other."""
-    return {name: schema.bind(sizes)[1] for name, schema in message.fields(answer).items()}
+    return {name: shape.bind(sizes)[1] for name, shape in schema.fields(answer).items()}
 
 
 # ---------------------------------------------------------------------------------------------------- records

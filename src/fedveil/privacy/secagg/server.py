@@ -36,13 +36,13 @@ from fedveil.privacy.secagg.protocol import (
 )
 
 if TYPE_CHECKING:
-    from fedveil.core.federation import Answers, Cohort
+    from fedveil.core.cohort import Answers, Cohort
     from fedveil.privacy.secagg.identity import Identities
 
 
 def ask_sum(cohort: Cohort, identities: Identities, run: bytes, question: Question, how: SecureSum) -> Sum:
     """Ask a cohort for the sum of its answers. Raises `BelowQuorum` where too few are left, and then learns nothing."""
-    from fedveil.core.federation import BelowQuorum
+    from fedveil.core.cohort import BelowQuorum
 
     method, task = cohort.method, cohort.task
     kind, quorum = method.reply(question), how.quorum(len(cohort))
@@ -288,7 +288,7 @@ class _Scene:
 
     def _recovered(self, dealer: int, shares: Mapping[int, bytes], alive: bool, shared: Shared) -> bytes:
         """The dealer's b if it is left, its private mask key if it is gone."""
-        from fedveil.core.federation import BelowQuorum
+        from fedveil.core.cohort import BelowQuorum
 
         if len(shares) < self.threshold:
             raise BelowQuorum(

@@ -1,0 +1,283 @@
+"""The server's side of a round: `Cohort.ask` is the only way to a client.
+
+The clients' side is in `clients.py`. Between the two lie bytes, carried by an engine that knows neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fedveil.core import message, schema
+from fedveil.core.clients import Clients, Letter, Reply
+from fedveil.core.ledger import Row, Stage
+from fedveil.core.message import Answer, Envelope, Question, Refused, Size
+from fedveil.core.sampling import CohortSampler
+from fedveil.core.seeds import Seed
+from fedveil.core.task import Task
+from fedveil.privacy.secagg.identity import Identities
+from fedveil.privacy.secagg.protocol import SecureSum, Sum
+
+if TYPE_CHECKING:
+    from fedveil.core.method import Method
+
+
+EXHIBITED = 10  # images of a round that are shown
+
+
+class BelowQuorum(Exception):
+    """Too few answers: the round ends here and the state stays what it was."""
+
+
+class Answers(Mapping[int, Any]):
+    """Answers by client, in the cohort's order, and who is missing and why."""
+
+    def __init__(self, answers: Mapping[int, Answer], missing: Mapping[int, str]) -> None:
+        self._answers, self.missing = dict(sorted(answers.items())), dict(sorted(missing.items()))
+
+    def __getitem__(self, client: int) -> Any:
+        return self._answers[client]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._answers)
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def stack(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """One field of every answer, stacked: [answers, …]."""
+        return schema.stack(list(self._answers.values()), name).to(device)
+
+
+class Engine(Protocol):
+    """Where clients live. It carries letters to them and replies back, and knows nothing of methods."""
+
+    def open(self, clients: Clients) -> None: ...
+
+    def deliver(self, letters: Sequence[Letter], deadline: float | None) -> Iterable[Reply]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class _Round:
+    """What the asks of one round share."""
+
+    task: Task
+    method: Method
+    engine: Engine
+    sampler: CohortSampler
+    run: bytes
+    seed: Seed
+    row: Row
+    rounds: int
+    identities: Identities
+    secret: Seed
+    serial: int = 0
+    exhibits: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # images, real ones of the same classes
+
+
+class Cohort:
+    """The clients of this round, and the only way to reach them."""
+
+    def __init__(self, ids: tuple[int, ...], shared: _Round) -> None:
+        self.ids, self._shared = ids, shared
+
+    @property
+    def task(self) -> Task:
+        return self._shared.task
+
+    @property
+    def method(self) -> Method:
+        return self._shared.method
+
+    @property
+    def round(self) -> int:
+        """The number of this round, from 1."""
+        return self._shared.row.round
+
+    @property
+    def seed(self) -> Seed:
+        """The public seed of this round."""
+        return self._shared.seed
+
+    @property
+    def secret(self) -> Seed:
+        """A private seed of the server for this round."""
+        return self._shared.secret
+
+    @property
+    def expected(self) -> int:
+        """How many clients a round is meant to have: a public number, however many there are."""
+        return min(self._shared.sampler.size, len(self.task.clients))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def only(self, ids: Iterable[int]) -> Cohort:
+        """The same round with fewer clients."""
+        chosen = set(ids)
+        if not chosen <= set(self.ids):
+            raise ValueError(f"clients {sorted(chosen - set(self.ids))} are not in this cohort")
+        return Cohort(tuple(k for k in self.ids if k in chosen), self._shared)
+
+    @property
+    def rounds_left(self) -> int:
+        """How many rounds come after this one."""
+        return self._shared.rounds - self.round
+
+    def reject(self, client: int, why: Refused) -> None:
+        """Note that a client's answer, though well formed, cannot be used."""
+        self._shared.row.missing[str(client)] = f"refused: {why}"
+
+    def tell(self, sentence: str) -> None:
+        """Put what happened into this round's row of the ledger."""
+        self._shared.row.events.append(sentence)
+
+    def note(self, **figures: float) -> None:
+        """Put figures of the method's own (a cosine, a norm) into this round's row of the ledger."""
+        self._shared.row.metrics.update(figures)
+
+    def exhibit(self, name: str, images: Tensor, labels: Tensor) -> None:
+        """Let people look at some images [N, channels, height, width] with labels [N, K] beside real ones of the same
+        classes, from the test set: in rounds 1, 2, 5, 10, 20, 50 and so on, and the last. Whatever is no image is left
+        out."""
+        task, first = self.task, images[:EXHIBITED].cpu().float()
+        chosen = str(self.round).rstrip("0") in ("1", "2", "5") or not self.rounds_left
+        if first.dim() == 4 and len(task.data.input) == 3 and chosen:
+            alike = [torch.where(task.test_y == k)[0] for k in labels[:EXHIBITED].argmax(1).tolist()]
+            real = [task.test_x[own[i % len(own)]] for i, own in enumerate(alike) if len(own)]
+            self._shared.exhibits[name] = first, torch.stack(real or [task.test_x[0]]).cpu()
+
+    def ask(self, question: Question | Mapping[int, Question]) -> Answers:
+        """Ask every client, or each client something else. Returns the answers and, by name and reason, who is missing.
+
+        Raises `BelowQuorum` if fewer than the quorum answered.
+        """
+        answers = self.exchange(question)
+        self.require(len(answers), len(answers) + len(answers.missing))
+        return answers
+
+    def ask_sum(self, question: Question, how: SecureSum) -> Sum:
+        """Ask every client and learn the weighted sum of their answers, and nothing else of them.
+
+        The method enters the question in its `handlers` through `how.stages`. Raises `BelowQuorum` if too few are left.
+        """
+        from fedveil.privacy.secagg.server import ask_sum
+
+        return ask_sum(self, self._shared.identities, self._shared.run, question, how)
+
+    def counted(self, clients: Iterable[int]) -> None:
+        """Note that these clients, of whom some did not answer to the end, are in the round's result all the same."""
+        row = self._shared.row
+        for client in clients:
+            if why := row.missing.pop(str(client), ""):
+                row.events.append(f"client {client}: {why}, after what it sent was counted")
+
+    def exchange(self, question: Question | Mapping[int, Question], stage: str = "") -> Answers:
+        """What `ask` does, without a quorum; a `stage` of a protocol is counted by itself in the ledger."""
+        row = self._shared.row
+        before = row.bytes_up, row.bytes_down
+        answers = self._exchange(question)
+        if stage:
+            up, down = row.bytes_up - before[0], row.bytes_down - before[1]
+            row.secure.append(Stage(stage, len(answers) + len(answers.missing), len(answers), up, down))
+        return answers
+
+    def _exchange(self, question: Question | Mapping[int, Question]) -> Answers:
+        shared, task = self._shared, self.task
+        questions = question if isinstance(question, Mapping) else dict.fromkeys(self.ids, question)
+        if not set(questions) <= set(self.ids):
+            raise ValueError(f"clients {sorted(set(questions) - set(self.ids))} are not in this cohort")
+        serial, shared.serial = shared.serial, shared.serial + 1
+        payloads: dict[int, bytes] = {}
+        letters: list[Letter] = []
+        missing: dict[int, str] = {}
+        for client, q in sorted(questions.items()):
+            if id(q) not in payloads:
+                schema.check(q, {**task.sizes, **q.sizes()})
+                payloads[id(q)] = message.pack(q)
+            where = Envelope(shared.run, self.round, client, serial)
+            letter = Letter(q.kind, where, payloads[id(q)])
+            shared.row.count_down(client, len(letter))
+            fate = self._fate(client, serial)
+            if fate:
+                missing[client] = fate
+            else:
+                letters.append(letter)
+        replies = shared.engine.deliver(letters, shared.sampler.deadline) if letters else ()
+        answers = self._receive(replies, questions, serial, missing)
+        for letter in letters:
+            if letter.client not in answers:
+                missing.setdefault(letter.client, "late: no answer when the question closed")
+        shared.row.missing.update({str(k): reason for k, reason in missing.items()})
+        return Answers(answers, missing)
+
+    def require(self, usable: int, asked: int) -> None:
+        """Raise `BelowQuorum` if of the clients asked too few gave an answer that can be used."""
+        needed = min(self._shared.sampler.needed(len(self._shared.row.cohort)), asked)
+        if usable < needed:
+            raise BelowQuorum(f"{usable} of {asked} answers can be used, {needed} are needed")
+
+    def _fate(self, client: int, serial: int) -> str:
+        """Simulated drop-outs and latency: part of the public randomness, so the same on every engine."""
+        sampler = self._shared.sampler
+        if not sampler.drop and not sampler.latency:
+            return ""
+        rng = self.seed.child("client", client, "fate", serial).numpy()
+        if rng.random() < sampler.drop:
+            return "dropped"
+        wait = rng.exponential(sampler.latency) if sampler.latency else 0.0
+        return f"late: {wait:.3g} s" if sampler.deadline is not None and wait > sampler.deadline else ""
+
+    def _receive(
+        self, replies: Iterable[Reply], questions: Mapping[int, Question], serial: int, missing: dict[int, str]
+    ) -> dict[int, Answer]:
+        """Check every reply; the first valid one of a client counts, and nothing else changes anything."""
+        shared = self._shared
+        answers: dict[int, Answer] = {}
+        figures: dict[str, list[float]] = {}
+        for reply in replies:
+            shared.row.passes += reply.passes
+            shared.row.wire_up += reply.wire_up
+            shared.row.wire_down += reply.wire_down
+            for name, value in reply.figures.items():
+                figures.setdefault(name, []).append(value)
+            if reply.client not in questions:
+                shared.row.events.append(f"client {reply.client}: refused: unknown client: it was not asked")
+                continue
+            if reply.frame:
+                shared.row.count_up(reply.client, len(reply.frame))
+            if reply.client in answers:
+                shared.row.events.append(f"client {reply.client}: refused: duplicate: the first answer counts")
+                continue
+            if reply.problem:
+                missing[reply.client] = reply.problem
+                continue
+            question = questions[reply.client]
+            expected = Envelope(shared.run, self.round, reply.client, serial)
+            try:
+                sizes = {**shared.method.schema(self.task, question, reply.client), **question.sizes()}
+                answers[reply.client] = read_answer(reply.frame, shared.method.reply(question), sizes, expected)
+                if reply.client in missing:
+                    shared.row.events.append(f"client {reply.client}: {missing.pop(reply.client)}, then it answered")
+            except Refused as error:
+                missing[reply.client] = f"refused: {error}"
+        self.note(**{name: sum(values) / len(values) for name, values in figures.items()})
+        return answers
+
+
+def read_answer(frame: bytes, kind: type[Answer], sizes: Mapping[str, Size], expected: Envelope) -> Answer:
+    """A frame from outside -> an answer that may be used. Raises `Refused`."""
+    answer, where = message.unframe(frame, {kind.kind: kind}, schema.size_limit(kind, sizes))
+    for part in ("run", "client", "round", "serial"):
+        found, wanted = getattr(where, part), getattr(expected, part)
+        if found != wanted:
+            raise Refused(f"wrong {part}", f"{found!r} where {wanted!r} was expected")
+    schema.check(answer, sizes)
+    assert isinstance(answer, Answer)
+    return answer

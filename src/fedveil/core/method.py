@@ -1,0 +1,116 @@
+"""What a method is: hyper-parameters, and three functions over explicit records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fedveil.core import schema
+from fedveil.core.forecast import Compute, Turn
+from fedveil.core.message import Answer, Container, Question, Size, Weights
+from fedveil.core.stack import ClientStack
+from fedveil.core.task import GRADIENTS, RECORD_GRADIENTS, Task
+from fedveil.privacy.account import Account
+
+if TYPE_CHECKING:
+    from fedveil.core.cohort import Cohort
+    from fedveil.core.sampling import CohortSampler
+
+
+class State(Container, frozen=True):
+    """What the server knows between rounds. A method adds fields; `weights` is what is evaluated and published."""
+
+    weights: Weights
+
+
+class Method:
+    """What crosses the wire. Subclasses are frozen dataclasses of hyper-parameters with three functions.
+
+    init_state(task)          -> state    the server's first state
+    round(state, cohort)      -> state    the server: ask the cohort, merge what comes back
+    handlers[type(question)]  : (stack, question) -> one answer for each client of the stack, in its order
+
+    A subclass that states a `name` is entered in the `registry` and can be used in recipes under it.
+    """
+
+    name: ClassVar[str]
+    about: ClassVar[About]
+    unsupported: ClassVar[Mapping[str, str]] = {}  # why a key that other methods have is none of this one's
+    registry: ClassVar[dict[str, type[Method]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        if "name" in cls.__dict__:
+            cls.registry[cls.name] = cls
+
+    @property
+    def min_clients(self) -> int:
+        """The smallest cohort with which a round can work."""
+        return 1
+
+    @property
+    def reads_rounds(self) -> bool:
+        """Whether what a round does depends on how many rounds there are."""
+        return False
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What the model has to allow, by the names in `task.WAYS_OUT`: gradients, with `privacy` those of each record,
+        and what the codecs need."""
+        codecs = [getattr(self, name, None) for name in ("up", "down")]
+        own = (RECORD_GRADIENTS,) if getattr(self, "privacy", None) else (GRADIENTS,)
+        return *own, *(need for codec in codecs if codec for need in codec.needs)
+
+    def client_cost(self, task: Task) -> Account | None:
+        """What an answer costs a client that makes it private itself; None where it does not."""
+        return None
+
+    def account(self, task: Task, cohort: CohortSampler) -> Account | None:
+        """What an answer costs in differential privacy; None where none is promised."""
+        return self.client_cost(task)
+
+    def init_state(self, task: Task) -> State:
+        raise NotImplementedError
+
+    def round(self, state: Any, cohort: Cohort) -> State:
+        raise NotImplementedError
+
+    @property
+    def handlers(self) -> Mapping[type[Question], Callable[[ClientStack, Any], Sequence[Answer]]]:
+        raise NotImplementedError
+
+    def reply(self, question: Question) -> type[Answer]:
+        """The kind of answer to `question`; by default what the question itself states."""
+        return type(question).reply
+
+    def schema(self, task: Task, question: Question, client: int) -> Mapping[str, Size]:
+        """What the dimension names in the answer to `question` stand for; by default the task's own."""
+        return task.sizes
+
+    def forecast_messages(self, task: Task, turn: Turn) -> list[Question]:
+        """What a client will be asked in a turn, without values; by default every kind of question, once."""
+        return [schema.blank(kind, task.sizes) for kind in self.handlers]
+
+    def forecast_compute(self, turn: Turn) -> Compute:
+        """What the answers to these questions will take; by default nothing worth counting."""
+        return Compute()
+
+
+METHODS = Method.registry
+SUMMED = (
+    "proved",
+    "with secure: a server that follows the protocol learns the sum over the clients and nothing else about any one; "
+    'with secure.server = "malicious" this holds against a server that lies, too.',
+)
+
+
+@dataclass(frozen=True)
+class About:
+    """What `fedveil describe` says of a method. A privacy word comes with its kind: proved, measured or heuristic."""
+
+    summary: str
+    sends: str
+    server_sees: str
+    network_sees: str
+    claims: tuple[tuple[str, str], ...]  # (kind, sentence)
+    paper: str

@@ -1,0 +1,167 @@
+"""A stack: clients that answer one question together."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from fedveil.core.message import Record, Refused
+from fedveil.core.seeds import Seed
+from fedveil.core.task import Rows, Task
+from fedveil.privacy.account import Account
+from fedveil.privacy.secagg.identity import Identities
+
+OWN_NOTE = "secure sum"  # the first words of every note that the secure sum keeps for itself
+TRAIL = "asked"  # the note of which questions left the others
+
+
+@dataclass
+class ClientStack:
+    """C clients that answer one question together. Everything per client is in the order of `clients`."""
+
+    task: Task
+    clients: tuple[int, ...]
+    round: int
+    seed: Seed  # the public seed of the round
+    secret: Seed  # the private root of this question; never leaves the client
+    memory: list[Any]  # what each client remembers, or None; replaced through `remember`
+    notes: list[dict[str, Any]]  # what each client keeps until the round closes
+    till: Callable[[Account, int], None] = lambda account, number: None  # enters the n-th charge of this question
+    charged: int = 0  # private answers in this question
+    passes: int = 0
+    kept: list[Record | None] | None = None
+    figures: dict[str, list[float]] = field(default_factory=dict)
+    run: bytes = bytes(8)
+    identities: Identities = field(default_factory=lambda: Identities({}, {}))  # who signs, and whose keys are known
+    debug: bool = False  # whoever asks wants to see exceptions
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """The clients' records; a question that needs no data loads none."""
+        return self.task.rows(self.clients)
+
+    def seeds(self, purpose: str) -> list[Seed]:
+        """A public stream for each client."""
+        return [self.seed.child("client", k, purpose) for k in self.clients]
+
+    def secrets(self, purpose: str) -> list[Seed]:
+        """A private stream for each client, fresh for every question."""
+        return [self.secret.child(k, purpose) for k in self.clients]
+
+    def remember(self, records: Sequence[Record | None]) -> None:
+        """What each client will find in `memory` in a later round, if this answer goes through; None: what it has."""
+        self.kept = list(records)
+
+    def basis(self, kind: int, payload: bytes | memoryview) -> list[bytes]:
+        """A digest, for each client, of everything that the server supplied and the answer to a question of this kind
+        and payload can depend on: the question, what the client holds of the server's in its memory (the fields that
+        its record states as `common`), and the questions that left the notes of this round."""
+        question, held = self._supplied(kind, payload)
+        return [_basis(question, own, _trail(note)) for own, note in zip(held, self.notes, strict=True)]
+
+    def _supplied(self, kind: int, payload: bytes | memoryview) -> tuple[bytes, list[bytes]]:
+        """Digests of a question, and of what each client's memory holds of the server's."""
+        seen = dict[int, bytes]()  # by tensor: a stack shares them
+        return hashed(bytes([kind]), payload), [_common(record, seen) for record in self.memory]
+
+    @contextlib.contextmanager
+    def followed(self, kind: int, payload: bytes | memoryview) -> Iterator[None]:
+        """Keep the trail of the notes that a question leaves. One that left notes and is asked again, because the
+        server was killed, takes a client back to where it was: notes that came later are forgotten."""
+        if any(TRAIL in note for note in self.notes):
+            question, held = self._supplied(kind, payload)
+            for note, own in zip(self.notes, held, strict=True):
+                _take_back(note, question, own)
+        before = [dict(note) for note in self.notes]
+        try:
+            yield
+        finally:
+            left = [_left(note, was) for note, was in zip(self.notes, before, strict=True)]
+            bases = self.basis(kind, payload) if any(left) else [b""] * len(self)
+            for note, names, basis in zip(self.notes, left, bases, strict=True):
+                if names:
+                    note[TRAIL] = msgspec.msgpack.encode([*_trail(note), Link(basis, names)])
+
+    def charge(self, account: Account) -> None:
+        """Charge each client for a private answer. Call it before anything looks at records: the charge is kept, and a
+        deployed client has it on its disk, when this returns. Raises `Refused` over budget."""
+        self.charged += 1
+        self.till(account, self.charged)
+
+    def measure(self, **figures: Tensor) -> None:
+        """Figures of each client [C] that a simulation reports as their mean in the ledger; they are not sent."""
+        self.figures.update({name: values.tolist() for name, values in figures.items()})
+
+    def recall(self, key: str) -> list[Any]:
+        """What each client noted earlier in this round."""
+        if any(key not in note for note in self.notes):
+            raise Refused(
+                "lost state", f"'{key}' of round {self.round} is gone; the client restarted or the round closed"
+            )
+        return [note[key] for note in self.notes]
+
+
+class Link(msgspec.Struct, frozen=True, array_like=True):
+    """A question that left notes: its basis, and their names."""
+
+    digest: bytes
+    names: list[str]
+
+
+def hashed(*parts: bytes | memoryview) -> bytes:
+    """32 bytes that tell these parts, and where each ends, from any others."""
+    state = hashlib.blake2b(digest_size=32, person=b"fedveil-asked")
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.digest()
+
+
+def _basis(question: bytes, held: bytes, trail: Sequence[Link]) -> bytes:
+    return hashed(question, held, *(link.digest for link in trail))
+
+
+def _trail(note: Mapping[str, Any]) -> list[Link]:
+    """The questions that left a client's notes, in order."""
+    return msgspec.msgpack.decode(note[TRAIL], type=list[Link]) if TRAIL in note else []
+
+
+def _left(note: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
+    """The names of the notes that are new or others than before, without those of the secure sum."""
+    own = {name: value for name, value in note.items() if name != TRAIL and not name.startswith(OWN_NOTE)}
+    return [name for name, value in own.items() if before.get(name, own) is not value]
+
+
+def _take_back(note: dict[str, Any], question: bytes, held: bytes) -> None:
+    trail = _trail(note)
+    for at, link in enumerate(trail):
+        if link.digest == _basis(question, held, trail[:at]):
+            for name in {name for later in trail[at:] for name in later.names}:
+                note.pop(name, None)
+            note[TRAIL] = msgspec.msgpack.encode(trail[:at])
+            return
+
+
+def _common(record: Record | None, seen: dict[int, bytes]) -> bytes:
+    """A digest of what a client's memory holds of the server's; nothing where it holds nothing."""
+    parts = list[bytes]()
+    for name in (record and record.common) or ():
+        value = getattr(record, name)
+        if isinstance(value, Tensor):
+            if id(value) not in seen:
+                seen[id(value)] = hashed(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            parts += [name.encode(), seen[id(value)]]
+        elif value:
+            parts += [name.encode(), msgspec.msgpack.encode(value)]
+    return hashed(*parts) if parts else b""
