@@ -28,7 +28,7 @@ from fedveil.privacy.skellam import SumNoise
 
 @message.kind(250)
 class _Vector(Answer, frozen=True):
-    sums = True
+    additive = True
     update: Weights
     records: Count = 1
 

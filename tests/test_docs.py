@@ -225,7 +225,7 @@ SECTIONS = {
     "The cohort": (fv.CohortSampler, "cohort."),
     "Local training": (fv.LocalTraining, "method.local."),
     "The server's optimiser": (fv.ServerOptimizer, "method.server."),
-    "The merge": (fv.Aggregator, "method.aggregator."),
+    "The aggregator": (fv.Aggregator, "method.aggregator."),
     "The secure sum": (fv.SecureSum, "method.secure."),
     "Differential privacy": (fv.DpSgd, "method.privacy."),
     "User-level privacy": (fv.UserLevel, "method.user_privacy."),

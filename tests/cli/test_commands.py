@@ -284,7 +284,7 @@ def test_resume_uses_what_the_run_was_started_with(monkeypatch: pytest.MonkeyPat
     good(run("a", "--stack", 1, "--debug", rounds=1))
     made: list[tuple[object, ...]] = []
     engine = jobs.LocalTraining
-    monkeypatch.setattr(jobs, "Local", lambda *args: made.append(args) or engine(*args))
+    monkeypatch.setattr(jobs, "LocalEngine", lambda *args: made.append(args) or engine(*args))
     good(fv("resume", "a", "--rounds", 2))
     assert made == [(1, 1, True, False)]
 

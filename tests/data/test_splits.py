@@ -302,7 +302,7 @@ def test_the_largest_client_is_the_bound_unless_another_one_is_public() -> None:
     plain = Split(np.arange(5), np.array([0, 2, 5]), "own")
     assert plain.largest == 3
     assert Split(plain.order, plain.starts, "own", max_records=8).largest == 8
-    with pytest.raises(ValueError, match=r"Client 1 holds 3 records, but split\.most is 2; raise it\."):
+    with pytest.raises(ValueError, match=r"Client 1 holds 3 records, but split\.max_records is 2; raise it\."):
         Split(plain.order, plain.starts, "own", max_records=2)
 
 
@@ -323,5 +323,5 @@ def test_the_server_holds_no_records_and_a_share_keeps_to_the_bound() -> None:
     assert (len(server), server.largest, server.sizes.tolist(), len(server.order)) == (3, 10, [0, 0, 0], 0)
     with pytest.raises(ValueError, match="There is no client 3; there are 3, from 0"):
         Share.of(3, clients=3, records=1, max_records=10)
-    with pytest.raises(ValueError, match=r"Client 0 holds 11 records, but split\.most is 10"):
+    with pytest.raises(ValueError, match=r"Client 0 holds 11 records, but split\.max_records is 10"):
         Share.of(0, clients=3, records=11, max_records=10)

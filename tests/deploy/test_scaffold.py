@@ -173,13 +173,13 @@ def test_init_without_flower_tells_it_too(tmp_path):
 def test_a_party_needs_the_public_bound_and_an_unweighted_draw():
     plan = recipe.read("digits/fedavg")
     digits = fv.load("digits")
-    with pytest.raises(ValueError, match=r"split\.most is not set"):
+    with pytest.raises(ValueError, match=r"split\.max_records is not set"):
         plan.party(digits, 0)
     with pytest.raises(ValueError, match="use uniform"):
         recipe.read("digits/fedavg", ["split.max_records=2000", "cohort.kind=weighted"]).party(digits, None)
     with pytest.raises(ValueError, match="There is no client 10; there are 10, from 0"):
         recipe.read("digits/fedavg", ["split.max_records=2000"]).party(digits, 10)
-    with pytest.raises(ValueError, match=r"Client 3 holds 1,437 records, but split\.most is 700; raise it\."):
+    with pytest.raises(ValueError, match=r"Client 3 holds 1,437 records, but split\.max_records is 700; raise it\."):
         recipe.read("digits/fedavg", ["split.max_records=700"]).party(digits, 3)
 
 

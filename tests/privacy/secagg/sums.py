@@ -23,7 +23,7 @@ from toys import Plain
 
 @message.kind(220)
 class Summand(Answer, frozen=True):
-    sums = True
+    additive = True
     update: Weights
     records: Count = 1
 

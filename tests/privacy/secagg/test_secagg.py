@@ -145,7 +145,7 @@ def test_values_beyond_the_range_are_counted_in_the_ledger():
 class Parts(Answer, frozen=True):
     """Two tensors, one of a length that the question chooses, and no weight."""
 
-    sums = True
+    additive = True
     one: Annotated[Tensor, Shape((2, "length"))]
     other: Annotated[Tensor, Shape((3,))]
 

@@ -40,7 +40,7 @@ SIGMAS = {"float32": 1e-4, "float16": 1e-3}  # half precision rounds away most o
 class Slopes(Answer, frozen=True):
     """How the client's mean loss changes along each direction, and the number of records behind it."""
 
-    sums = True
+    additive = True
     slopes: Annotated[Tensor, Shape(("directions",))]
     records: Count = 1
 
@@ -75,7 +75,7 @@ class ProbeHere(Question, frozen=True):
 class Walked(Answer, frozen=True):
     """w_k - w after local steps along estimated gradients, and the number of records behind it."""
 
-    sums = True
+    additive = True
     update: Weights
     records: Count = 1
 
