@@ -38,7 +38,7 @@ class Away(fv.CohortSampler):
 
 def federation(task, chosen, plan=None):
     return fv.Federation(
-        task, chosen, fv.engines.LocalTraining(), plan or fv.CohortSampler(size=len(task.clients)), fv.Seed.root(0)
+        task, chosen, fv.engines.LocalEngine(), plan or fv.CohortSampler(size=len(task.clients)), fv.Seed.root(0)
     )
 
 
