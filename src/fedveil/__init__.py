@@ -4,6 +4,7 @@ from fedveil.codecs.base import Codec
 from fedveil.codecs.fedage import FedAgeCodec
 from fedveil.codecs.fedsynth import FedSynthCodec
 from fedveil.codecs.half import Half
+from fedveil.codecs.powersgd import PowerSgd
 from fedveil.codecs.qsgd import Qsgd
 from fedveil.codecs.raw import Raw
 from fedveil.codecs.tiers import Tiers
@@ -13,15 +14,18 @@ from fedveil.codecs.zstd import Zstd
 from fedveil.core.cohort import Answers, Cohort
 from fedveil.core.ledger import Ledger, Result, Row
 from fedveil.core.loop import Federation, run, settle
-from fedveil.core.message import Answer, Question, Record, Refused
+from fedveil.core.message import Answer, Question, Record, Refused, Slots
 from fedveil.core.method import METHODS, About, Method, State
 from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.data import Data, Split, load, split
+from fedveil.methods.averaging import Averaging
 from fedveil.methods.baffle.baffle import Baffle
+from fedveil.methods.baffle.epochs import BaffleEpochs
 from fedveil.methods.fedavg import FedAvg
+from fedveil.methods.feddyn import FedDyn
 from fedveil.methods.fedprox import FedProx
 from fedveil.methods.fedsgd import FedSGD
 from fedveil.methods.presets import FedAge, FedSynth, Tofu
@@ -45,7 +49,9 @@ __all__ = [
     "Aggregator",
     "Answer",
     "Answers",
+    "Averaging",
     "Baffle",
+    "BaffleEpochs",
     "ClientStack",
     "Codec",
     "Cohort",
@@ -56,6 +62,7 @@ __all__ = [
     "FedAgeCodec",
     "FedAvg",
     "FedDm",
+    "FedDyn",
     "FedLap",
     "FedProx",
     "FedSGD",
@@ -66,6 +73,7 @@ __all__ = [
     "Ledger",
     "LocalTraining",
     "Method",
+    "PowerSgd",
     "QFedAvg",
     "Qsgd",
     "Question",
@@ -79,6 +87,7 @@ __all__ = [
     "SecureSum",
     "Seed",
     "ServerOptimizer",
+    "Slots",
     "Split",
     "State",
     "Task",

@@ -16,7 +16,8 @@ import torch
 from msgspec.structs import replace as changed
 from torch import Tensor
 
-from fedveil.codecs.fedage import Codes, FedAgeCodec
+from fedveil.codecs.agreed import Tuned
+from fedveil.codecs.fedage import Codes, FedAgeCodec, Send
 from fedveil.codecs.fit import cosine
 from fedveil.core import message, schema
 from fedveil.core.clients import Letter, Reply
@@ -26,8 +27,7 @@ from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
 from fedveil.engines.local import LocalEngine
-from fedveil.links.agreed import Tuned
-from fedveil.methods.fedavg import FedAvg
+from fedveil.methods.averaging import Averaging
 from fedveil.privacy.secagg.protocol import Masked, shapes
 
 
@@ -44,8 +44,8 @@ def differential(task: Task, codec: Tuned, payloads: Sequence[Any], seen: Sequen
     (nothing,) = codec.encode(task, task.initial[None], torch.zeros_like(task.initial)[None], [Seed.root(0)], None)
     whole, m = schema.stack(payloads, "codes").mean(0), len(payloads)
     rest = [changed(p, codes=whole + (nothing.codes - p.codes) / m) for p in seen or payloads]
-    left = torch.stack([codec.merge(task, [p]) for p in rest])
-    return m * (codec.merge(task, [changed(nothing, codes=whole)]) - left)
+    left = torch.stack([codec.merge(task, [p])[0] for p in rest])
+    return m * (codec.merge(task, [changed(nothing, codes=whole)])[0] - left)
 
 
 class Listening(LocalEngine):
@@ -65,13 +65,14 @@ class Listening(LocalEngine):
 
 
 def overheard(
-    task: Task, method: FedAvg, sampler: CohortSampler, seed: Seed, state: State, number: int
+    task: Task, method: Averaging, sampler: CohortSampler, seed: Seed, state: State, number: int
 ) -> dict[int, Codes]:
     """Play round `number` of a run under a secure sum: each client's masked vector, read as if it were its codes."""
-    assert method.summing
+    how = method.parts.secure
+    assert how
     engine = Listening()
     Federation(task, method, engine, sampler, seed).step(state, number, number)
-    how, n = method.summing, len(engine.heard)
+    n = len(engine.heard)
     fixed = how.fixed_point(n, how.quorum(n), task.sizes, Codes)
     bound, read = shapes(Codes, method.up.sizes(task)), {}
     for client, vector in engine.heard.items():
@@ -118,7 +119,8 @@ def expose(
     """
 
     def attacked(code: FedAgeCodec, seen: Sequence[Codes] | None = None) -> tuple[Tensor, Tensor]:
-        tuned = code.at(code.agree(updates.abs().amax(1), round_), seed)
+        scale = code.scale_of(updates.abs().amax(1), round_)
+        tuned = code.at(task, Send(scale, code.digest), seed)
         seeds = [seed.child("attack", i) for i in range(len(updates))]
         payloads = tuned.encode(task, updates, updates, seeds, None)
         return direct(task, tuned, seen or payloads), differential(task, tuned, payloads, seen)

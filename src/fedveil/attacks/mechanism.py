@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -207,7 +206,7 @@ def audit(
 
     secret: fixes the client's private randomness, for tests
     """
-    privacy: Any = getattr(method, "privacy", None)
+    privacy = method.promise
     assert isinstance(privacy, DpSgd)
     m = min(canaries, task.layout.size // 4)
     if m < 100:

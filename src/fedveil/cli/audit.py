@@ -7,7 +7,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -75,23 +75,22 @@ def _audited(job: Job, saved: Saved, records: int, canaries: int, answers: int, 
     w, seed = saved.state.weights.to(task.device), Seed.root(plan.seed).child("audit")
     if w.shape != task.initial.shape:
         raise ValueError(f"{job.path} holds {w.numel()} weights, its recipe's model has {task.layout.size}")
-    promises: list[Any] = [getattr(plan.method, key, None) for key in ("privacy", "user_privacy")]
-    delta = next((promise.delta for promise in promises if promise), DELTA)
+    promise = plan.method.promise
+    delta = promise.delta if promise else DELTA
     epsilon = max((row.epsilon for row in job.ledger.rows if row.epsilon is not None), default=None)
     clients = membership.took_part(job.ledger.rows)
     if not clients:
         raise ValueError(f"in {job.path} no client took part, so there are no members to find")
     reached = membership.attack(task, w, clients, seed, delta, records, tell)
     canary = None
-    if promises[0]:
+    if promise and promise.key == "privacy":
         secret = private_root(plan.seed).child("audit") if job.where.insecure_test_noise else None
         canary = mechanism.audit(task, plan.method, w, seed, secret, canaries, answers, tell)
     sums = None
-    if getattr(plan.method, "jointly", False):
+    if secure := plan.method.noised_sum:
         tell("noised sums of two updates")
-        how: Any = plan.method
         size = min(plan.cohort.size, len(task.clients))
-        sums = users.audit(how.user_privacy, how.secure, task.layout.size, size, seed)
+        sums = users.audit(promise, secure, task.layout.size, size, seed)
     count, attacks, control, baseline = reached
     broken = [sentence for each in (canary, sums) if each for sentence in each.broken()]
     if epsilon is not None:
@@ -100,7 +99,7 @@ def _audited(job: Job, saved: Saved, records: int, canaries: int, answers: int, 
             for name, each in attacks.items()
             if each.epsilon > epsilon
         ]
-    relation = next((promise.relation for promise in promises if promise), None)
+    relation = promise.relation if promise else None
     return membership.Audit(
         saved.round, count, delta, epsilon, attacks, control, baseline, canary, broken, relation, sums
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
@@ -125,14 +125,15 @@ def attack(path: Annotated[Path, argument("DIR")], format: Shown = Format.table)
     """
     from fedveil.attacks.differential import expose, overheard
     from fedveil.codecs.fedage import FedAgeCodec
+    from fedveil.core.message import Slots
     from fedveil.core.seeds import Seed
     from fedveil.core.stack import ClientStack
-    from fedveil.methods.fedavg import FedAvg
+    from fedveil.methods.averaging import Averaging
     from fedveil.report.figures import densities, svg
 
     job = Job.held(path)
     method = job.recipe.method
-    if not isinstance(method, FedAvg) or not isinstance(method.up, FedAgeCodec):
+    if not isinstance(method, Averaging) or not isinstance(method.up, FedAgeCodec):
         raise ValueError(f"{path} holds a run of {method.name}; this attack is on fedage and FedAvg with its codes")
     saved = job.checkpoint()
     task = job.recipe.on(job.data(False, {}), job.where.device)
@@ -142,9 +143,9 @@ def attack(path: Annotated[Path, argument("DIR")], format: Shown = Format.table)
     clients = job.recipe.cohort.draw(task, seed.child("cohort"))
     if len(clients) < 2:
         raise ValueError("the next round's cohort has fewer than 2 clients; there is no mean to take apart")
-    memory: list[Any] = [None] * len(clients)
+    memory = [Slots()] * len(clients)
     stack = ClientStack(task, clients, number, seed, Seed.private(), memory, [{} for _ in clients])
-    updates = method.released(stack, saved.state.weights.to(task.device))
+    updates = method.released(stack, None, saved.state.weights.to(task.device))["update"]
     seen = None
     if method.secure:
         root = Seed.root(job.recipe.seed)
@@ -153,7 +154,7 @@ def attack(path: Annotated[Path, argument("DIR")], format: Shown = Format.table)
             raise ValueError("in the next round clients drop out; set cohort.drop to 0 in a run to be attacked")
         seen = [heard[k] for k in clients]
         say("the run sums codes securely, so what is attacked is each client's masked vector")
-    found = expose(task, method.up, updates * method.shares(stack).to(updates), seed, number, seen)
+    found = expose(task, method.up, updates, seed, number, seen)
     told = {"round": number, "clients": list(clients), **found.figures()}
     (path / "attack.json").write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=2) + b"\n")
     (path / "figures").mkdir(exist_ok=True)

@@ -228,8 +228,8 @@ def _picture(task: Task, path: Path) -> None:
 
 
 def _tallied(path: Path, plan: Recipe) -> Tally | None:
-    promises = (getattr(plan.method, key, None) for key in ("privacy", "user_privacy"))
-    return next((tallied(path, promise.delta) for promise in promises if promise), None)
+    promise = plan.method.promise
+    return tallied(path, promise.delta) if promise else None
 
 
 def holds_run(path: Path) -> bool:

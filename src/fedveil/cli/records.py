@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedveil.core import message
-from fedveil.core.message import KINDS, SERVER, Record, Refused
+from fedveil.core.message import KINDS, SERVER, Record, Refused, Slots
 from fedveil.runs.folder import Checkpoint, read_checkpoint
 
 
@@ -23,11 +23,12 @@ def opened(raw: bytes) -> tuple[dict[str, Any], list[tuple[str, Record]]]:
         return head, [("record", message.unframe(raw, KINDS, len(raw))[0])]
     saved = read_checkpoint(raw)
     memories = [
-        (f"memory of client {client}, round {round_}, question {serial}", record)
+        (f"{part} of client {client}, round {round_}, question {serial}", record)
         for client, entries in saved.memory.items()
-        for round_, serial, record in entries
+        for round_, serial, part, record in entries
     ]
-    return head, [("state", saved.state), *memories]
+    slots = [(f"{part} of the server", record) for part, record in saved.state.slots.items()]
+    return head, [("state", saved.state), *slots, *memories]
 
 
 def fields(record: Record) -> dict[str, Any]:
@@ -41,6 +42,8 @@ def _seen(value: Any) -> Any:
         extent = {"min": x.min(), "max": x.max(), "mean": x.mean(), "norm": torch.linalg.vector_norm(x)}
         told = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
         return told | {name: float(x) for name, x in extent.items()}
+    if isinstance(value, Slots):
+        return ", ".join(value) or "none"
     if isinstance(value, (bytes, list)):
         return f"{len(value)} {'bytes' if isinstance(value, bytes) else 'entries'}"
     return value

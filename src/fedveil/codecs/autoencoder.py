@@ -270,7 +270,7 @@ def linear(code: Code) -> Pair:
 # ---------------------------------------------------------------------------------------------------- files
 
 
-@message.kind(23)
+@message.kind
 class TrainedPair(Record, frozen=True):
     """A pair on disk."""
 

@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fedveil.core.cohort import Answers, Cohort
 from fedveil.core.forecast import Compute
-from fedveil.core.message import Answer, Refused, Size
+from fedveil.core.message import Answer, Size
 from fedveil.core.seeds import Seed
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
@@ -29,6 +28,9 @@ class Codec:
     payload: ClassVar[type[Answer]]
     reference: ClassVar[str] = "last"
     server_can_encode: ClassVar[bool] = True  # whether the server, which has no data and is one, can use it
+    in_code_space: ClassVar[bool] = False  # whether codes are averaged as they are (`AgreedCodec`)
+    lossy: ClassVar[bool] = True  # whether what is decoded differs from what was encoded
+    extra: ClassVar[Mapping[str, Any]] = {}  # fields that it adds to the method's question, with their types
     needs: ClassVar[tuple[str, ...]] = ()  # of the model, by the names in `task.WAYS_OUT`
     registry: ClassVar[dict[str, type[Codec]]] = {}
 
@@ -47,6 +49,11 @@ class Codec:
     def reads_records(self) -> str:
         """Which settings would keep `encode` from looking at a client's records again; none where it does not look."""
         return ""
+
+    @property
+    def loses_the_same(self) -> bool:
+        """Whether it loses the same directions in every round, so that error feedback would only pile them up."""
+        return False
 
     def sizes(self, task: Task) -> Mapping[str, Size]:
         """What the dimension names of the payload stand for."""
@@ -72,15 +79,3 @@ class Codec:
     def decode(self, task: Task, w: Tensor, payloads: Sequence[Any]) -> Tensor:
         """C payloads at `w` [C, d] -> updates [C, d]."""
         raise NotImplementedError
-
-
-def decodable(up: Codec, answers: Answers, cohort: Cohort) -> dict[int, Any]:
-    """The payloads that can be decoded, by client; others are refused by name."""
-    usable = {}
-    for client, payload in answers.items():
-        try:
-            up.for_client(client).check(cohort.task, payload)
-            usable[client] = payload
-        except Refused as error:
-            cohort.reject(client, error)
-    return usable

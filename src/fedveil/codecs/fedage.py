@@ -9,19 +9,40 @@ from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
+from msgspec import Meta
 from torch import Tensor
 
 from fedveil.codecs import autoencoder
+from fedveil.codecs.agreed import AgreedCodec, Tuned
 from fedveil.codecs.autoencoder import Code, Pair
 from fedveil.core import message, schema
-from fedveil.core.message import Answer, Refused, Shape, Size
+from fedveil.core.cohort import Cohort
+from fedveil.core.message import Answer, Question, Record, Refused, Shape, Size
 from fedveil.core.seeds import Seed
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
-from fedveil.links.agreed import CodeSpace, Tuned
+from fedveil.train.aggregators import clamped
+
+SPREAD = 500.0  # how many times the median a magnitude may be: clients weight by their records, which differ much
 
 
-@message.kind(26)
+@message.kind
+class Magnitude(Answer, frozen=True):
+    """The largest magnitude in what a client will send."""
+
+    largest: Annotated[float, Meta(ge=0, le=1e6)]
+
+
+@message.kind
+class Send(Question, frozen=True):
+    """Encode what you trained at this scale, with the code of this digest."""
+
+    reply = Answer  # the codec's payload
+    scale: Annotated[float, Meta(ge=0, le=1e9)]
+    digest: bytes = bytes(8)
+
+
+@message.kind
 class Codes(Answer, frozen=True):
     """Codes of the positive and of the negative part of every block, and the weight λ that was put on the update."""
 
@@ -40,7 +61,7 @@ def quantise(x: Tensor, n: float, levels: int, draw: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FedAgeCodec(CodeSpace):
+class FedAgeCodec(AgreedCodec):
     """Codes of a pair (E, D) with D(mean of codes) ≈ mean of updates; the server decodes the mean alone.
 
     block, code, levels: b numbers become h (half of b where left out), after rounding to whole ones from 0 to s
@@ -52,6 +73,8 @@ class FedAgeCodec(CodeSpace):
 
     name: ClassVar[str] = "fedage"
     payload: ClassVar[type[Answer]] = Codes
+    offer: ClassVar[type[Answer]] = Magnitude
+    agreement: ClassVar[type[Question]] = Send
 
     block: int = 64
     code: int | None = None
@@ -77,6 +100,7 @@ class FedAgeCodec(CodeSpace):
 
     @property
     def digest(self) -> bytes:
+        """8 bytes that tell the pair from any other that would not decode its codes."""
         return autoencoder.digest(self.pair)
 
     def validate(self, task: Task) -> None:
@@ -98,15 +122,28 @@ class FedAgeCodec(CodeSpace):
         return autoencoder.load(self.pair, torch.device("cpu")).reach
 
     @property
-    def fixed(self) -> bool:
+    def loses_the_same(self) -> bool:
         return not self.permute
 
-    def agree(self, largest: Tensor, round_: int) -> float:
+    def offers(self, stack: ClientStack, vectors: Tensor, question: object) -> list[Magnitude]:
+        return [Magnitude(largest) for largest in vectors.abs().amax(1).tolist()]
+
+    def agree(self, cohort: Cohort, offers: Mapping[int, Magnitude]) -> Send:
+        told = {k: offer.largest for k, offer in offers.items()}
+        largest = clamped(cohort, "magnitude", told, SPREAD, raise_low=False)
+        scale = self.scale_of(torch.tensor(list(largest.values())), cohort.round)
+        cohort.note(scale=scale)
+        return Send(scale, self.digest)
+
+    def scale_of(self, largest: Tensor, round_: int) -> float:
+        """n, from the largest magnitude of each client [m]."""
         n = float(largest.max()) * self.scale * self.decay ** (round_ - 1)
         return n if self.max_scale is None else min(n, self.max_scale)
 
-    def at(self, scale: float, seed: Seed) -> Scaled:
-        return Scaled(self, scale, seed)
+    def at(self, task: Task, agreed: Send, seed: Seed) -> Scaled:
+        if agreed.digest != self.digest:
+            raise Refused("out of step", "the server decodes with another pair; use the file that it uses")
+        return Scaled(self, agreed.scale, seed)
 
 
 @dataclass(frozen=True)
@@ -135,8 +172,8 @@ class Scaled(Tuned):
     def decode(self, task: Task, w: Tensor, payloads: Sequence[Codes]) -> Tensor:
         return self._decode(task, schema.stack(payloads, "codes").to(w.device))
 
-    def merge(self, task: Task, payloads: Sequence[Codes]) -> Tensor:
-        return self._decode(task, schema.stack(payloads, "codes").to(task.device).mean(0, keepdim=True))[0]
+    def merge(self, task: Task, payloads: Sequence[Codes]) -> tuple[Tensor, Record | None]:
+        return self._decode(task, schema.stack(payloads, "codes").to(task.device).mean(0, keepdim=True))[0], None
 
     def _decode(self, task: Task, codes: Tensor) -> Tensor:
         """(n/s)(D(g⁺) - D(g⁻)) of codes or means of codes [C, 2, blocks, h], [C, d]: algorithm 1.

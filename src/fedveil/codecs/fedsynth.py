@@ -22,7 +22,7 @@ from fedveil.core.stack import ClientStack
 from fedveil.core.task import FORWARD_PASSES, SECOND_DERIVATIVES, SOFT_LABELS, Task, cross_entropy
 
 
-@message.kind(12)
+@message.kind
 class Synthetic(Answer, frozen=True):
     """Synthetic batches, the step sizes on them, and the norm of the update they stand for."""
 

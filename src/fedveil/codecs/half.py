@@ -19,7 +19,7 @@ from fedveil.core.task import Task
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-@message.kind(13)
+@message.kind
 class HalfUpdate(Answer, frozen=True):
     """An update in 16 bits a weight."""
 

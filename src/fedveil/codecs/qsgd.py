@@ -17,7 +17,7 @@ from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 
 
-@message.kind(14)
+@message.kind
 class Quantised(Answer, frozen=True):
     """Levels packed into bytes, and the largest magnitude of each bucket."""
 

@@ -16,7 +16,7 @@ from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 
 
-@message.kind(3)
+@message.kind
 class Update(Answer, frozen=True):
     """w_k - w, and the number of records behind it."""
 
@@ -32,6 +32,7 @@ class Raw(Codec):
 
     name: ClassVar[str] = "raw"
     payload: ClassVar[type[Answer]] = Update
+    lossy: ClassVar[bool] = False
 
     def encode(
         self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], stack: ClientStack | None

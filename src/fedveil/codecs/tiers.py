@@ -16,7 +16,6 @@ from fedveil.core.message import Answer, Refused
 from fedveil.core.seeds import Seed, is_weak
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
-from fedveil.links.agreed import CodeSpace
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,11 @@ class Tiers(Codec):
     share: float = 0.5
 
     def __post_init__(self) -> None:
-        if type(self.strong) is not type(self.weak) or isinstance(self.strong, Tiers):
+        if self.strong.name != self.weak.name or self.strong.name == self.name:
             raise ValueError("tiers are two settings of one codec: let strong.name and weak.name be the same")
         if not 0 <= self.share <= 1:
             raise ValueError("tiers.share is from 0 to 1")
-        if isinstance(self.strong, CodeSpace):
+        if self.strong.in_code_space:
             raise ValueError(f"tiers cannot be of {self.strong.name}, whose codes are averaged and so are of one kind")
 
     @property

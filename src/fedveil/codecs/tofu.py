@@ -19,7 +19,7 @@ from fedveil.core.stack import ClientStack
 from fedveil.core.task import SECOND_DERIVATIVES, SOFT_LABELS, Task, cross_entropy
 
 
-@message.kind(11)
+@message.kind
 class Proxies(Answer, frozen=True):
     """Proxy points, their weights, and the norm of each layer's update."""
 

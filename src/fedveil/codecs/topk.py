@@ -17,7 +17,7 @@ from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 
 
-@message.kind(15)
+@message.kind
 class Sparse(Answer, frozen=True):
     """The largest entries of an update and where they are, in ascending order."""
 

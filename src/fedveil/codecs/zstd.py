@@ -16,10 +16,9 @@ from fedveil.core.message import Answer, Container, Count, Envelope, Record, Ref
 from fedveil.core.seeds import Seed
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
-from fedveil.links.agreed import CodeSpace
 
 
-@message.kind(22)
+@message.kind
 class Squeezed(Answer, Container, frozen=True):
     """A payload's frame, compressed."""
 
@@ -40,7 +39,7 @@ class Zstd(Codec):
     def __post_init__(self) -> None:
         if not 1 <= self.level <= 22:
             raise ValueError("zstd.level is from 1 to 22")
-        if isinstance(self.inner, CodeSpace):
+        if self.inner.in_code_space:
             raise ValueError(f"zstd cannot be put around {self.inner.name}, whose codes are averaged as they are sent")
         if not self.inner.server_can_encode:
             raise ValueError(f"zstd cannot be put around {self.inner.name}, of which clients differ; put it within")
@@ -48,6 +47,10 @@ class Zstd(Codec):
     @property
     def reference(self) -> str:  # type: ignore[override]
         return self.inner.reference
+
+    @property
+    def lossy(self) -> bool:  # type: ignore[override]
+        return self.inner.lossy
 
     @property
     def needs(self) -> tuple[str, ...]:  # type: ignore[override]

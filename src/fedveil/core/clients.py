@@ -125,7 +125,8 @@ class Clients:
         if first.kind not in table:
             raise Refused("wrong kind", f"{self.method.name} has no question of kind {first.kind}")
         question = message.unpack(first.payload, table[first.kind])
-        schema.check(question, {**self.task.sizes, **question.sizes()})
+        sizes = self.method.question_sizes(self.task)
+        schema.check(question, {**sizes, **question.sizes()})
         self._open_round(first.envelope.round)
         round_, serial = first.envelope.round, first.envelope.serial
         ids = tuple(letter.client for letter in letters)
@@ -141,6 +142,7 @@ class Clients:
             run=self.run,
             identities=self.identities,
             debug=self.debug,
+            sizes=sizes,
         )
         try:
             with stack.followed(first.kind, first.payload):
@@ -157,9 +159,9 @@ class Clients:
             figures = {name: values[i] for name, values in stack.figures.items()}
             frame = message.frame(answer, letter.envelope)
             replies.append(Reply(letter.client, frame, passes=stack.passes if i == 0 else 0, figures=figures))
-        for client, record in zip(ids, stack.kept or (), strict=stack.kept is not None):
-            if record is not None:
-                self.memory.keep(client, round_, serial, record)
+        for i, client in enumerate(ids):
+            if slots := stack.kept_by(i):
+                self.memory.keep(client, round_, serial, slots)
         return replies
 
     def _charge(self, ids: Sequence[int], question: tuple[int, int], account: Account, number: int) -> None:

@@ -199,7 +199,7 @@ class Cohort:
         missing: dict[int, str] = {}
         for client, q in sorted(questions.items()):
             if id(q) not in payloads:
-                schema.check(q, {**task.sizes, **q.sizes()})
+                schema.check(q, {**shared.method.question_sizes(task), **q.sizes()})
                 payloads[id(q)] = message.pack(q)
             where = Envelope(shared.run, self.round, client, serial)
             letter = Letter(q.kind, where, payloads[id(q)])

@@ -10,12 +10,11 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -23,11 +22,12 @@ from fedveil.core import schema
 from fedveil.core.clients import Clients
 from fedveil.core.cohort import BelowQuorum, Cohort, Engine, _Round
 from fedveil.core.ledger import Ledger, Result, Row
+from fedveil.core.message import Record, moved
 from fedveil.core.method import Method, State
 from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
-from fedveil.privacy.account import AUTO, Account, Tally
+from fedveil.privacy.account import AUTO, Tally
 from fedveil.privacy.secagg.identity import Identities
 from fedveil.runs.folder import RunFolder, fingerprint, validate_same
 
@@ -162,7 +162,7 @@ def run(
             home.decided |= decided(task, method, sampler, seed, rounds, insecure_test_noise)
         if home and saved:
             validate_same(home.path, saved.decided, home.decided)
-            state, done = _onto(saved.state, task.device), saved.round
+            state, done = moved(saved.state, task.device), saved.round
             federation.clients.memory.entries = saved.memory
         ledger = home.ledger(done) if home else Ledger()
         if account := method.account(task, sampler):
@@ -208,28 +208,20 @@ def settle(task: Task, method: Method, cohort: CohortSampler | int, rounds: int,
     It depends on how often the client that is drawn most often will be asked, which the seed decides.
     """
     sampler = cohort if isinstance(cohort, CohortSampler) else CohortSampler(size=cohort)
-    for key in ("privacy", "user_privacy"):
-        promise = getattr(method, key, None)
-        if promise is not None and promise.noise == AUTO:
-            account: Account = _with_noise(method, key, TRIAL).account(task, sampler)
-            answers = rounds if account.everyone else _most_asked(task, sampler, rounds, Seed.root(seed))
-            settled: Method = _with_noise(method, key, account.least_noise(answers))
-            return settled
-    return method
+    if method.promise is None or method.promise.noise != AUTO:
+        return method
+    account = method.with_noise(TRIAL).account(task, sampler)
+    assert account
+    answers = rounds if account.everyone else _most_asked(task, sampler, rounds, Seed.root(seed))
+    return method.with_noise(account.least_noise(answers))
 
 
 def settled_like(method: Method, other: Method) -> Method:
     """The method with the noise of `other` in place of "auto"."""
-    for key in ("privacy", "user_privacy"):
-        ours, theirs = (getattr(each, key, None) for each in (method, other))
-        if ours is not None and theirs is not None and ours.noise == AUTO:
-            alike: Method = _with_noise(method, key, theirs.noise)
-            return alike
-    return method
-
-
-def _with_noise(method: Any, key: str, noise: float) -> Any:
-    return replace(method, **{key: replace(getattr(method, key), noise=noise)})
+    ours, theirs = method.promise, other.promise
+    if ours is None or theirs is None or ours.key != theirs.key or ours.noise != AUTO:
+        return method
+    return method.with_noise(theirs.noise)
 
 
 def _most_asked(task: Task, cohort: CohortSampler, rounds: int, seed: Seed) -> int:
@@ -303,8 +295,11 @@ def _unanswered(row: Row) -> bool:
     return bool(row.cohort) and len(row.missing) == len(row.cohort)
 
 
-def _unusable(state: State) -> str:
+def _unusable(state: Record) -> str:
     """What in a state no later round could use: a number that is not finite or out of its field's range."""
+    for slot in state.slots.values() if isinstance(state, State) else ():
+        if problem := _unusable(slot):
+            return problem
     for name, shape in schema.fields(type(state)).items():
         if isinstance(value := getattr(state, name), Tensor):
             low, high = (float(v) for v in torch.aminmax(value))
@@ -328,7 +323,3 @@ def _reached(row: Row, target: float | None) -> bool:
     return target is not None and row.metrics.get("accuracy", 0) >= target
 
 
-def _onto(record: State, device: torch.device) -> State:
-    """The same record with its tensors on `device`."""
-    moved = {n: v.to(device).clone() for n in record.__struct_fields__ if isinstance(v := getattr(record, n), Tensor)}
-    return msgspec.structs.replace(record, **moved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
@@ -10,7 +11,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from fedveil.core import message
-from fedveil.core.message import Record
+from fedveil.core.message import Record, Slots
 from fedveil.privacy import account
 from fedveil.privacy.account import Account
 from fedveil.privacy.accountant import Steps
@@ -25,7 +26,7 @@ class Charge(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     answers: Annotated[int, Meta(ge=0, le=10**9)]
 
 
-@message.kind(63)
+@message.kind
 class Spent(Record, frozen=True):
     """The private answers that a client has given, in all runs."""
 
@@ -34,34 +35,41 @@ class Spent(Record, frozen=True):
     charges: list[Charge]
 
 
+Entry = tuple[int, int, str, Record]  # round, serial of the question, part, what it keeps
+
+
 class Memory:
-    """What clients remember between rounds. Keyed by round and question, so that a question asked again finds what its
-    first asking found: the newest entry of an earlier round is kept beside those of the round in progress.
+    """What clients remember between rounds: a slot for each part of the method that keeps something.
+
+    Slots are keyed by round and question, so that a question asked again finds what its first asking found: the newest
+    entry of an earlier round is kept beside those of the round in progress.
 
     What a client has spent is an entry of round 0, which is no round's: what is asked again is charged again.
     """
 
     def __init__(self) -> None:
-        self.entries: dict[int, list[tuple[int, int, Record]]] = {}
+        self.entries: dict[int, list[Entry]] = {}
 
-    def before(self, client: int, round_: int, serial: int) -> Record | None:
-        past = [record for r, s, record in self.entries.get(client, []) if r > 0 and (r, s) < (round_, serial)]
-        return past[-1] if past else None
+    def before(self, client: int, round_: int, serial: int) -> Slots:
+        """What a client remembered when a question was asked for the first time."""
+        past = [entry for entry in self.entries.get(client, []) if entry[0] > 0 and entry[:2] < (round_, serial)]
+        return Slots({part: record for _, _, part, record in past})
 
-    def keep(self, client: int, round_: int, serial: int, record: Record) -> None:
+    def keep(self, client: int, round_: int, serial: int, slots: Mapping[str, Record]) -> None:
+        """Put records into slots. What later questions of the round left is void: the round is being repeated."""
         entries = [e for e in self.entries.get(client, []) if e[:2] < (round_, serial)]
-        account = [e for e in entries if e[0] == 0]
-        earlier = [e for e in entries if 0 < e[0] < round_][-1:]
-        self.entries[client] = [*account, *earlier, *(e for e in entries if e[0] == round_), (round_, serial, record)]
+        newest = {e[2]: e for e in entries if 0 < e[0] < round_}  # the last one of each part
+        kept = [e for e in entries if e[0] in (0, round_) or e is newest[e[2]]]
+        self.entries[client] = kept + [(round_, serial, part, record) for part, record in slots.items()]
 
     def account(self, client: int) -> Spent:
         """What a client has charged."""
-        return next((e[2] for e in self.entries.get(client, []) if isinstance(e[2], Spent)), Spent([]))
+        return next((e[3] for e in self.entries.get(client, []) if isinstance(e[3], Spent)), Spent([]))
 
     def open_account(self, client: int, account: Spent) -> None:
         """Put an account in the place of the client's own."""
         rest = [e for e in self.entries.get(client, []) if e[0] > 0]
-        self.entries[client] = [(0, 0, account), *rest]
+        self.entries[client] = [(0, 0, "account", account), *rest]
 
     def spent(self, client: int, unit: str | None = None) -> Counter[Steps]:
         """The answers that a client has charged, by price, in all runs; of one kind of promise or of all."""

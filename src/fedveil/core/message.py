@@ -4,24 +4,26 @@ A frame is what travels or lies on disk:
 
     offset  0   2  b"FV"                    24  4  length of the head, little-endian
             2   1  version                  28  …  head: the record as a msgpack array, each tensor as [dtype, shape]
-            3   1  kind of record           …   …  body: the tensors' little-endian bytes, each padded to 8
+            3   1  kind of record, low      …   …  body: the tensors' little-endian bytes, each padded to 8
             4   8  run
            12   4  round
            16   4  client
            20   2  serial of the question within the round
-           22   2  zero
+           22   2  kind of record, high
 
-No names and no types are on the wire: the kind is looked up in a closed table, and the reader says which kinds it
-expects. Nothing is allocated from a length that the frame claims; tensors are views of the received bytes.
+No names and no types are on the wire: a kind is 24 bits of a digest of the record's name. It is looked up in a closed
+table, and the reader says which kinds it expects. Nothing is allocated from a length that the frame claims; tensors are
+views of the received bytes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import struct
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -32,7 +34,7 @@ from torch import Tensor
 
 if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("fedveil writes tensors as they lie in memory and needs a little-endian machine")
-VERSION = 1
+VERSION = 2
 DTYPES = (
     torch.float32,
     torch.float16,
@@ -123,22 +125,42 @@ R = TypeVar("R", bound=Record)
 KINDS: dict[int, type[Record]] = {}
 
 
-def kind(number: int) -> Callable[[type[R]], type[R]]:
-    """Enter a record in the closed table. 1-127 are fedveil's own; a method of yours takes numbers from 128 to 255."""
+class Slots(Mapping[str, Record]):
+    """Records by the name of the part that keeps them. On disk each is a frame of its own."""
 
-    def enter(record: type[R]) -> type[R]:
-        if not 1 <= number <= 255:
-            raise ValueError(f"kind {number} of {record.__name__} does not fit a byte; choose one from 128 to 255")
-        holder = KINDS.get(number, record)
-        if (holder.__module__, holder.__qualname__) != (record.__module__, record.__qualname__):
-            raise ValueError(
-                f"kind {number} of {record.__name__} is taken by {holder.__name__}; choose another from 128 to 255"
-            )
-        KINDS[number] = record
-        record.kind = number
-        return record
+    def __init__(self, records: Mapping[str, Record] | None = None) -> None:
+        self._records = dict(records or {})
 
-    return enter
+    def __getitem__(self, name: str) -> Any:
+        return self._records[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def put(self, **records: Record) -> Slots:
+        """The same with other records under these names."""
+        return Slots(self._records | records)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._records.get(name, default)
+
+
+def kind(record: type[R]) -> type[R]:
+    """Enter a record in the closed table, under a number that is derived from its package and its name."""
+    name = f"{record.__module__.partition('.')[0]}.{record.__name__}"
+    number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=3).digest(), "little")
+    holder = KINDS.get(number, record)
+    if (holder.__module__, holder.__qualname__) != (record.__module__, record.__qualname__):
+        raise ValueError(
+            f"the records {holder.__module__}.{holder.__qualname__} and {record.__module__}.{record.__qualname__} have "
+            f"the same kind, {number}, because of their names; rename one of them"
+        )
+    KINDS[number] = record
+    record.kind = number
+    return record
 
 
 @dataclass(frozen=True)
@@ -163,7 +185,7 @@ def frame(record: Record, envelope: Envelope) -> bytes:
 
 def prefix(number: int, to: Envelope) -> bytes:
     """The 24 bytes in front of the payload of a record of kind `number`."""
-    return _PREFIX.pack(b"FV", VERSION, number, to.run, to.round, to.client, to.serial, 0)
+    return _PREFIX.pack(b"FV", VERSION, number & 0xFF, to.run, to.round, to.client, to.serial, number >> 8)
 
 
 def size(record: Record) -> int:
@@ -187,6 +209,8 @@ def _head(record: Record) -> tuple[bytes, list[Tensor]]:
     tensors: list[Tensor] = []
 
     def hoist(value: Any) -> Any:
+        if isinstance(value, Slots):
+            return {name: frame(kept, Envelope()) for name, kept in value.items()}
         if not isinstance(value, Tensor):
             raise TypeError(f"a record cannot hold a {type(value).__name__}")
         if value.dtype not in _CODE or value.numel() == 0 or value.dim() > _DIMS_LIMIT:
@@ -204,8 +228,9 @@ def envelope(data: bytes | memoryview) -> tuple[int, Envelope]:
     """The kind and the envelope of a frame, without looking further."""
     if len(data) < _PREFIX.size:
         raise Refused("truncated", f"{len(data)} bytes are fewer than a frame's {_PREFIX.size}")
-    magic, version, number, run, round_, client, serial, zero = _PREFIX.unpack_from(data)
-    if magic != b"FV" or zero != 0:
+    magic, version, low, run, round_, client, serial, high = _PREFIX.unpack_from(data)
+    number = low | high << 8
+    if magic != b"FV":
         raise Refused("not a frame", "the bytes do not begin like a fedveil frame")
     if version != VERSION:
         raise Refused("wrong version", f"the frame has version {version}, this program reads {VERSION}")
@@ -238,6 +263,8 @@ def unpack(payload: bytes | memoryview, record: type[R]) -> R:
 
     def settle(expected: type, value: Any) -> Any:
         nonlocal at
+        if expected is Slots:
+            return Slots({str(name): unfold(kept) for name, kept in value.items()})
         dtype, shape = _described(value)
         start, size = at, math.prod(shape) * dtype.itemsize
         at += size + -size % 8
@@ -286,3 +313,18 @@ with warnings.catch_warnings():  # torch says once that bytes are read-only; so,
 
 class Container(Record, frozen=True):
     """A record whose head may be long because it holds other frames (a checkpoint)."""
+
+
+def unfold(data: bytes) -> Record:
+    """A record of any known kind from its frame on a disk. Raises `Refused`."""
+    return unframe(data, KINDS, len(data))[0]
+
+
+def moved(record: R, device: torch.device | str) -> R:
+    """The same record with its tensors, and those of its slots, on `device`."""
+    values = {name: getattr(record, name) for name in record.__struct_fields__}
+    there: dict[str, Any] = {n: v.to(device).clone() for n, v in values.items() if isinstance(v, Tensor)}
+    for name, value in values.items():
+        if isinstance(value, Slots):
+            there[name] = Slots({part: moved(kept, device) for part, kept in value.items()})
+    return msgspec.structs.replace(record, **there)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fedveil.core import schema
+from msgspec.structs import replace
+
+from fedveil.core import message, schema
 from fedveil.core.forecast import Compute, Turn
-from fedveil.core.message import Answer, Container, Question, Size, Weights
+from fedveil.core.message import Answer, Container, Question, Record, Size, Slots, Weights
 from fedveil.core.stack import ClientStack
-from fedveil.core.task import GRADIENTS, RECORD_GRADIENTS, Task
+from fedveil.core.task import GRADIENTS, Task
 from fedveil.privacy.account import Account
 
 if TYPE_CHECKING:
@@ -18,10 +21,20 @@ if TYPE_CHECKING:
     from fedveil.core.sampling import CohortSampler
 
 
+Handler = Callable[[ClientStack, Any], Sequence[Answer]]  # a stack and a question -> one answer a client
+
+
+@message.kind
 class State(Container, frozen=True):
-    """What the server knows between rounds. A method adds fields; `weights` is what is evaluated and published."""
+    """What the server knows between rounds: the weights that are evaluated and published, and a slot for each part of
+    the method that keeps something."""
 
     weights: Weights
+    slots: Slots = Slots()
+
+    def put(self, name: str, record: Record) -> State:
+        """The same with another record in a slot."""
+        return replace(self, slots=self.slots.put(**{name: record}))
 
 
 class Method:
@@ -55,11 +68,28 @@ class Method:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What the model has to allow, by the names in `task.WAYS_OUT`: gradients, with `privacy` those of each record,
-        and what the codecs need."""
-        codecs = [getattr(self, name, None) for name in ("up", "down")]
-        own = (RECORD_GRADIENTS,) if getattr(self, "privacy", None) else (GRADIENTS,)
-        return *own, *(need for codec in codecs if codec for need in codec.needs)
+        """What the model has to allow, by the names in `task.WAYS_OUT`."""
+        return (GRADIENTS,)
+
+    @property
+    def promise(self) -> Any:
+        """The differential privacy that the method promises; None: none."""
+        return None
+
+    def with_noise(self, noise: float) -> Method:
+        """The method with other noise in its promise."""
+        promise: Any = dataclasses.replace(self.promise, noise=noise)
+        return dataclasses.replace(self, **{promise.key: promise})  # type: ignore[type-var]
+
+    @property
+    def noised_sum(self) -> Any:
+        """The secure sum inside which clients add noise; None where they do not."""
+        return None
+
+    @property
+    def codecs(self) -> tuple[Any, ...]:
+        """The codecs that it uses, up and down."""
+        return ()
 
     def client_cost(self, task: Task) -> Account | None:
         """What an answer costs a client that makes it private itself; None where it does not."""
@@ -76,7 +106,7 @@ class Method:
         raise NotImplementedError
 
     @property
-    def handlers(self) -> Mapping[type[Question], Callable[[ClientStack, Any], Sequence[Answer]]]:
+    def handlers(self) -> Mapping[type[Question], Handler]:
         raise NotImplementedError
 
     def reply(self, question: Question) -> type[Answer]:
@@ -85,6 +115,10 @@ class Method:
 
     def schema(self, task: Task, question: Question, client: int) -> Mapping[str, Size]:
         """What the dimension names in the answer to `question` stand for; by default the task's own."""
+        return task.sizes
+
+    def question_sizes(self, task: Task) -> Mapping[str, Size]:
+        """What the dimension names in questions stand for; by default the task's own."""
         return task.sizes
 
     def forecast_messages(self, task: Task, turn: Turn) -> list[Question]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from fedveil.core.message import Record, Refused
+from fedveil.core.message import Record, Refused, Size, Slots
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Rows, Task
 from fedveil.privacy.account import Account
@@ -32,16 +32,17 @@ class ClientStack:
     round: int
     seed: Seed  # the public seed of the round
     secret: Seed  # the private root of this question; never leaves the client
-    memory: list[Any]  # what each client remembers, or None; replaced through `remember`
+    memory: list[Slots]  # what each client remembers; replaced through `remember`
     notes: list[dict[str, Any]]  # what each client keeps until the round closes
     till: Callable[[Account, int], None] = lambda account, number: None  # enters the n-th charge of this question
     charged: int = 0  # private answers in this question
     passes: int = 0
-    kept: list[Record | None] | None = None
+    kept: dict[str, list[Record | None]] = field(default_factory=dict)  # by slot, what each client will remember
     figures: dict[str, list[float]] = field(default_factory=dict)
     run: bytes = bytes(8)
     identities: Identities = field(default_factory=lambda: Identities({}, {}))  # who signs, and whose keys are known
     debug: bool = False  # whoever asks wants to see exceptions
+    sizes: Mapping[str, Size] = field(default_factory=dict)  # what the dimension names in questions stand for
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -59,9 +60,23 @@ class ClientStack:
         """A private stream for each client, fresh for every question."""
         return [self.secret.child(k, purpose) for k in self.clients]
 
-    def remember(self, records: Sequence[Record | None]) -> None:
-        """What each client will find in `memory` in a later round, if this answer goes through; None: what it has."""
-        self.kept = list(records)
+    def slot(self, part: str) -> list[Any]:
+        """What each client remembers of a part of the method; None: nothing yet."""
+        return [memory.get(part) for memory in self.memory]
+
+    def remember(self, part: str, records: Sequence[Record | None]) -> None:
+        """What each client will find in this slot in a later round, if this answer goes through; None: what it has."""
+        self.kept[part] = list(records)
+
+    def kept_by(self, i: int) -> dict[str, Record]:
+        """What the i-th client will remember, by slot."""
+        return {part: record for part, records in self.kept.items() if (record := records[i]) is not None}
+
+    def part(self, rows: Sequence[int]) -> ClientStack:
+        """Some of the clients, by their places in the stack."""
+        clients = tuple(self.clients[i] for i in rows)
+        memory, notes = [self.memory[i] for i in rows], [self.notes[i] for i in rows]
+        return replace(self, clients=clients, memory=memory, notes=notes, passes=0)
 
     def basis(self, kind: int, payload: bytes | memoryview) -> list[bytes]:
         """A digest, for each client, of everything that the server supplied and the answer to a question of this kind
@@ -73,7 +88,7 @@ class ClientStack:
     def _supplied(self, kind: int, payload: bytes | memoryview) -> tuple[bytes, list[bytes]]:
         """Digests of a question, and of what each client's memory holds of the server's."""
         seen = dict[int, bytes]()  # by tensor: a stack shares them
-        return hashed(bytes([kind]), payload), [_common(record, seen) for record in self.memory]
+        return hashed(kind.to_bytes(3, "little"), payload), [_common(memory, seen) for memory in self.memory]
 
     @contextlib.contextmanager
     def followed(self, kind: int, payload: bytes | memoryview) -> Iterator[None]:
@@ -153,15 +168,16 @@ def _take_back(note: dict[str, Any], question: bytes, held: bytes) -> None:
             return
 
 
-def _common(record: Record | None, seen: dict[int, bytes]) -> bytes:
+def _common(memory: Slots, seen: dict[int, bytes]) -> bytes:
     """A digest of what a client's memory holds of the server's; nothing where it holds nothing."""
     parts = list[bytes]()
-    for name in (record and record.common) or ():
-        value = getattr(record, name)
-        if isinstance(value, Tensor):
-            if id(value) not in seen:
-                seen[id(value)] = hashed(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-            parts += [name.encode(), seen[id(value)]]
-        elif value:
-            parts += [name.encode(), msgspec.msgpack.encode(value)]
+    for part, record in sorted(memory.items()):
+        for name in record.common or ():
+            value = getattr(record, name)
+            if isinstance(value, Tensor):
+                if id(value) not in seen:
+                    seen[id(value)] = hashed(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+                parts += [part.encode(), name.encode(), seen[id(value)]]
+            elif value:
+                parts += [part.encode(), name.encode(), msgspec.msgpack.encode(value)]
     return hashed(*parts) if parts else b""

@@ -16,32 +16,31 @@ from torch import Tensor
 
 from fedveil.core import message
 from fedveil.core.clients import Clients
-from fedveil.core.memory import Spent
-from fedveil.core.message import Container, Envelope, Record, Refused
+from fedveil.core.memory import Entry, Spent
+from fedveil.core.message import Container, Envelope, Record, Refused, Slots, unfold
 from fedveil.privacy.secagg.protocol import Secrets
-from fedveil.runs.folder import Remembered, digested, undigested, unfold, write
+from fedveil.runs.folder import Remembered, digested, undigested, write
 
 Plain = bool | int | float | str | None
-Entries = list[tuple[int, int, Record]]
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One note: a plain value, bytes, a tensor, a record as a frame, or sealed secrets of a secure sum."""
+    """One note: a plain value, bytes, a tensor, a record as a frame, slots, or sealed secrets of a secure sum."""
 
     name: str
     plain: Plain = None
     data: bytes | None = None
     tensor: Tensor | None = None
     frame: bytes | None = None
+    slots: Slots | None = None
     sealed: bytes | None = None
 
     def value(self) -> Any:
-        return next(
-            (v for v in (self.data, self.tensor, self.frame and unfold(self.frame)) if v is not None), self.plain
-        )
+        values = (self.data, self.tensor, self.slots, self.frame and unfold(self.frame))
+        return next((value for value in values if value is not None), self.plain)
 
 
-@message.kind(46)
+@message.kind
 class Kept(Container, frozen=True):
     """A client between two questions: the round it is in, what it remembers, and what it noted in this round."""
 
@@ -62,7 +61,7 @@ def pack(clients: Clients, client: int, key: bytes | None = None) -> bytes:
     return message.frame(Kept(clients.round, memory, carried), Envelope(run, clients.round, client))
 
 
-def pack_memory(run: bytes, client: int, entries: Entries) -> bytes:
+def pack_memory(run: bytes, client: int, entries: list[Entry]) -> bytes:
     """The same of a client whose memory alone is known, as after a resume."""
     return message.frame(Kept(0, _folded(entries, run, client), []), Envelope(run, 0, client))
 
@@ -71,8 +70,11 @@ def _about(clients: Clients, client: int) -> bytes:
     return message.prefix(Kept.kind, Envelope(clients.run, clients.round, client))
 
 
-def _folded(entries: Entries, run: bytes, client: int) -> list[Remembered]:
-    return [Remembered(client, r, s, message.frame(record, Envelope(run, r, client, s))) for r, s, record in entries]
+def _folded(entries: list[Entry], run: bytes, client: int) -> list[Remembered]:
+    return [
+        Remembered(client, r, s, part, message.frame(record, Envelope(run, r, client, s)))
+        for r, s, part, record in entries
+    ]
 
 
 def _note(name: str, value: Any, run: bytes) -> Note | None:
@@ -80,14 +82,16 @@ def _note(name: str, value: Any, run: bytes) -> Note | None:
         return Note(name, tensor=value)
     if isinstance(value, Record):
         return Note(name, frame=message.frame(value, Envelope(run)))
+    if isinstance(value, Slots):
+        return Note(name, slots=value)
     if isinstance(value, bytes):
         return Note(name, data=value)
     return Note(name, value) if isinstance(value, Plain) else None
 
 
-def entries(frame: bytes) -> Entries:
+def entries(frame: bytes) -> list[Entry]:
     """The memory in a frame. Raises `Refused`."""
-    return [(e.round, e.serial, unfold(e.frame)) for e in _read(frame).memory]
+    return [(e.round, e.serial, e.part, unfold(e.frame)) for e in _read(frame).memory]
 
 
 def unpack(frame: bytes, clients: Clients, client: int, key: bytes | None = None) -> None:

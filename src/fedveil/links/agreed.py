@@ -1,133 +1,166 @@
-"""Codes that are averaged as they are and decoded once: the cohort agrees on a scale, then sends."""
+"""The uplink in code space: the cohort agrees on something first, then sends codes whose mean alone is decoded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-from msgspec import Meta
 from torch import Tensor
 
-from fedveil.codecs.base import Codec, decodable
-from fedveil.core import message, schema
-from fedveil.core.cohort import Answers, Cohort
-from fedveil.core.message import Answer, Question, Refused
-from fedveil.core.seeds import Seed
+from fedveil.codecs.agreed import AgreedCodec
+from fedveil.core import schema
+from fedveil.core.cohort import Cohort
+from fedveil.core.forecast import Compute, Turn
+from fedveil.core.message import Answer, Question, Refused, Size
+from fedveil.core.method import Handler, Method, State
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
+from fedveil.links.decoded import measure
+from fedveil.links.payloads import Payloads
+from fedveil.links.up import Answering, Given, Total
 from fedveil.privacy.secagg.protocol import SecureSum
 from fedveil.train.aggregators import clamped
+from fedveil.train.transforms import Transform
+from fedveil.train.vectors import Vectors
 
-SPREAD = 500.0  # how many times the median a magnitude may be: clients weight by their records, which differ much
-
-
-@message.kind(24)
-class Magnitude(Answer, frozen=True):
-    """The largest magnitude in what a client will send."""
-
-    largest: Annotated[float, Meta(ge=0, le=1e6)]
+SLOT = "up"  # of the server's state: what the codec keeps
+NOTE, SHARE = "vector", "share"  # what a client keeps from the first exchange to the second
 
 
-@message.kind(25)
-class Send(Question, frozen=True):
-    """Encode what you trained at this scale, with the code of this digest."""
+@dataclass(frozen=True)
+class Agreed:
+    """Two exchanges of an `AgreedCodec`: offers and what the cohort agrees on, then codes.
 
-    reply = Answer  # the codec's payload
-    scale: Annotated[float, Meta(ge=0, le=1e9)]
-    digest: bytes = bytes(8)
-
-
-class CodeSpace(Codec):
-    """A codec whose payloads are averaged as they are and decoded once, at a scale that the cohort agrees on first.
-
-    agree(largest, round) -> scale    the server: from the largest magnitude of each client [m]
-    at(scale, seed)       -> Tuned    both sides: the codec of this round
-
-    A payload has a field `share` [1]: the weight that was put on its vector, which the mean is divided by afterwards.
-    All its tensors add up, so their sum over the clients is all that a server needs.
+    scalars: numbers beside the offers, with their types
+    how:     sum the codes, and offers that add up, securely; None: in the clear
     """
 
-    server_can_encode: ClassVar[bool] = False  # a mean of one is no mean
+    codec: AgreedCodec
+    scalars: tuple[tuple[str, Any], ...] = ()
+    how: SecureSum | None = None
+    transforms: tuple[Transform, ...] = ()
 
     @property
-    def digest(self) -> bytes:
-        """8 bytes that tell the code from any other that would not decode it."""
-        raise NotImplementedError
+    def offers(self) -> Payloads:
+        return Payloads(self.codec.offer, scalars=self.scalars, counted=False)
 
     @property
-    def reach(self) -> float:
-        """The largest magnitude in a payload."""
-        raise NotImplementedError
-
-    def agree(self, largest: Tensor, round_: int) -> float:
-        raise NotImplementedError
-
-    def at(self, scale: float, seed: Seed) -> Tuned:
-        raise NotImplementedError
+    def _sums_offers(self) -> bool:
+        return self.how is not None and self.codec.offer.additive
 
     @property
-    def fixed(self) -> bool:
-        """Whether it loses the same directions in every round, so that error feedback would only pile them up."""
+    def questions(self) -> tuple[type[Question], ...]:
+        return (self.codec.agreement,)
+
+    def validate(self, task: Task) -> None:
+        self.codec.validate(task)
+        if self.how:
+            self.how.validate(task, self.codec.payload)
+
+    def broadcast(self, task: Task, state: State) -> dict[str, Tensor]:
+        return self.codec.broadcast(task, state.slots.get(SLOT))
+
+    # ------------------------------------------------------------------------------------------------ the server
+
+    def collect(self, state: State, cohort: Cohort, question: Question, at: Tensor) -> Total:
+        agreed, asked, scalars = self._agree(cohort, question)
+        clients: Sequence[int]
+        if self.how:
+            total = asked.ask_sum(agreed, self.how)
+            clients, payloads = total.clients, [_mean(self.codec.payload, total)]
+        else:
+            usable = {k: answer for k, answer in asked.ask(agreed).items() if self._checks(asked, k, answer)}
+            asked.require(len(usable), len(asked))
+            clients, payloads = list(usable), list(usable.values())
+        mean, kept = self.codec.at(cohort.task, agreed, cohort.seed).merge(cohort.task, payloads)
+        mean = mean / float(schema.stack(payloads, "share").mean())
+        sums = {name: sum(each[k] for k in clients) for name, each in scalars.items()}
+        slots = {} if kept is None else {SLOT: kept}
+        return Total(lambda _: mean, lambda _: mean * len(clients), len(clients), sums, slots)
+
+    def _agree(self, cohort: Cohort, question: Question) -> tuple[Question, Cohort, dict[str, dict[int, float]]]:
+        """The question that states what was agreed on, whom to ask it, and the scalars of each client."""
+        if self._sums_offers and self.how:
+            total = cohort.ask_sum(question, self.how)
+            return self.codec.agree(cohort, {0: _mean(self.codec.offer, total)}), cohort.only(total.clients), {}
+        told = {k: answer for k, answer in cohort.ask(question).items() if self._offers(cohort, k, answer)}
+        cohort.require(len(told), len(cohort))
+        scalars = {
+            name: clamped(cohort, name, {k: getattr(a, name) for k, a in told.items()}) for name, _ in self.scalars
+        }
+        return self.codec.agree(cohort, told), cohort.only(told), scalars
+
+    def _offers(self, cohort: Cohort, client: int, offer: Any) -> bool:
+        return _fine(cohort, client, lambda: self.codec.check_offer(cohort.task, offer))
+
+    def _checks(self, cohort: Cohort, client: int, payload: Any) -> bool:
+        return _fine(cohort, client, lambda: self.codec.check(cohort.task, payload))
+
+    # ------------------------------------------------------------------------------------------------ the clients
+
+    def answering(self, given: Mapping[type[Question], Given]) -> Answering:
+        first: dict[type[Question], Handler] = {kind: partial(self._offer, own) for kind, own in given.items()}
+        second: dict[type[Question], Handler] = {self.codec.agreement: self._send}
+        if self.how is None:
+            return Answering(first | second)
+        codes = (second, self.codec.payload)
+        if self._sums_offers:
+            return Answering(summed=[(first, self.offers.record), codes])
+        return Answering(first, [codes])
+
+    def _offer(self, given: Given, stack: ClientStack, question: Any) -> list[Any]:
+        """Keep what each client will send until everybody has agreed."""
+        _, x = given(stack, question)
+        (vectors,) = x.named.values()
+        share = torch.ones(len(stack), 1) if x.share is None else x.share
+        for note, vector, own in zip(stack.notes, vectors, share, strict=True):
+            note[NOTE], note[SHARE] = vector, own
+        parts = {"update": self.codec.offers(stack, vectors, question)}
+        return self.offers.join(parts, {n: v.tolist() for n, v in x.scalars.items()}, None)
+
+    def _send(self, stack: ClientStack, question: Any) -> list[Any]:
+        """Send the codes of what was trained in this round."""
+        vectors, share = (torch.stack(stack.recall(name)) for name in (NOTE, SHARE))
+        codec = self.codec.at(stack.task, question, stack.seed)
+        payloads = codec.encode(stack.task, vectors, vectors, stack.seeds("encoding"), stack)
+        x = Vectors({"update": vectors})
+        decoded = Vectors({"update": codec.decode(stack.task, vectors, payloads)})
+        measure(stack, x, decoded)
+        for transform in self.transforms:
+            transform.sent(stack, x, decoded)
+        return [codec.weighed(payload, row) for payload, row in zip(payloads, share, strict=True)]
+
+    # ------------------------------------------------------------------------------------------------ both sides
+
+    def reply(self, question: type[Question]) -> type[Answer]:
+        return self.codec.payload if question is self.codec.agreement else self.offers.record
+
+    def sizes(self, task: Task, question: type[Question], client: int) -> Mapping[str, Size]:
+        return self.codec.sizes(task)
+
+    def forecast_messages(self, method: Method, task: Task, question: Question, turn: Turn) -> list[Question]:
+        asked, send = [question], [schema.blank(self.codec.agreement, self.codec.sizes(task))]
+        if self.how:
+            send = self.how.forecast_messages(method, task, send[0], turn)
+        if self.how and self._sums_offers:
+            asked = self.how.forecast_messages(method, task, question, turn)
+        return asked + send
+
+    def forecast_compute(self, client: int) -> Compute:
+        return self.codec.forecast_compute()
+
+
+def _mean(kind: type[Answer], total: Any) -> Any:
+    return kind(**{name: total.mean(name) for name in total.totals})
+
+
+def _fine(cohort: Cohort, client: int, check: Any) -> bool:
+    try:
+        check()
+    except Refused as error:
+        cohort.reject(client, error)
         return False
-
-
-class Tuned(Codec):
-    """A codec in code space with the scale of one round. Its codes do not depend on the weights `w`."""
-
-    def merge(self, task: Task, payloads: Sequence[Any]) -> Tensor:
-        """The mean of the vectors behind the payloads, decoded from the mean of the codes, [d]."""
-        raise NotImplementedError
-
-
-# ---------------------------------------------------------------------------------------------------- the server
-
-
-def in_code_space(
-    up: CodeSpace, told: Answers, cohort: Cohort, secure: SecureSum | None = None
-) -> tuple[Tensor, float, Sequence[int]]:
-    """Agree on a scale, collect codes and decode their mean: the mean vector [d], the mean share, and whose it is."""
-    largest = clamped(cohort, "magnitude", {k: each.largest for k, each in told.items()}, SPREAD, raise_low=False)
-    scale = up.agree(torch.tensor(list(largest.values())), cohort.round)
-    asked, question = cohort.only(told), Send(scale, up.digest)
-    cohort.note(scale=scale)
-    clients: Sequence[int]
-    if secure:
-        total = asked.ask_sum(question, secure)
-        clients, payloads = total.clients, [up.payload(**{name: total.mean(name) for name in total.totals})]
-    else:
-        usable = decodable(up, asked.ask(question), asked)
-        asked.require(len(usable), len(asked))
-        clients, payloads = list(usable), list(usable.values())
-    mean = up.at(scale, cohort.seed).merge(cohort.task, payloads)
-    return mean, float(schema.stack(payloads, "share").mean()), clients
-
-
-# ---------------------------------------------------------------------------------------------------- the clients
-
-
-def shares(stack: ClientStack) -> Tensor:
-    """λ_k: each client's records by the public maximum, [C, 1]."""
-    return torch.from_numpy(stack.rows.counts / stack.task.largest).float()[:, None]
-
-
-def noted(stack: ClientStack, vectors: Tensor) -> list[float]:
-    """Keep what each client will send, [C, d], until the scale is known; the largest magnitude of each."""
-    for note, vector in zip(stack.notes, vectors, strict=True):
-        note["vector"] = vector
-    largest: list[float] = vectors.abs().amax(1).tolist()
-    return largest
-
-
-def recalled(stack: ClientStack) -> Tensor:
-    """What was noted, [C, d]."""
-    return torch.stack(stack.recall("vector"))
-
-
-def tuned(up: Codec, stack: ClientStack, question: Send) -> Tuned:
-    """The codec of this round; a client with another code than the server's would send what nobody can decode."""
-    if not isinstance(up, CodeSpace):
-        raise Refused("wrong kind", f"{up.name} agrees on no scale")
-    if question.digest != up.digest:
-        raise Refused("out of step", "the server decodes with another pair; use the file that it uses")
-    return up.at(question.scale, stack.seed)
+    return True

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from fedveil.core import message, schema
 from fedveil.core.message import Record, Shape
+from fedveil.core.method import State
 from fedveil.core.task import Task
 from fedveil.links.steps import Steps
-from fedveil.train.optimizers import ServerState
 
 Key = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
-@message.kind(52)
+@message.kind
 class Step(Record, frozen=True):
     """A step of the server: the gradient is Σ c_k z_k, with directions z_k of this key."""
 
@@ -29,7 +29,7 @@ class Step(Record, frozen=True):
 
 
 def replay(
-    initial: Callable[[Task], ServerState], take: Callable[[Task, ServerState, Step], ServerState], max_directions: int
+    initial: Callable[[Task], State], take: Callable[[Task, State, Step], State], max_directions: int
 ) -> Steps:
     """Steps that `take` takes from the state of `initial`, of at most so many coefficients."""
 
@@ -39,7 +39,7 @@ def replay(
         schema.check(step, {"directions": min(step.coefficients.numel(), max_directions)})
         return step
 
-    return Steps(initial, read, take)
+    return Steps(initial, read, take, moments=True)
 
 
 def longest(max_directions: int) -> int:

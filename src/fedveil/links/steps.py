@@ -1,7 +1,7 @@
-"""Keeping in step: what goes down are the server's own steps, which clients take too.
+"""Keeping in step: the server sends its own steps down, and clients take them too.
 
 All take the very same steps from the same start, so all hold the same: the weights, and where a step needs them the
-server optimiser's moments. A client that was away gets the steps it missed, or the whole state where that is fewer
+server optimizer's moments. A client that was away gets the steps it missed, or the whole state where that is fewer
 bytes. A digest of what it holds comes back, and a mismatch, as between a GPU and a CPU that round differently, means
 the whole state.
 """
@@ -16,27 +16,29 @@ from typing import Annotated, Any
 
 import torch
 from msgspec import Meta
-from msgspec.structs import replace
 from torch import Tensor
 
 from fedveil.core import message
 from fedveil.core.cohort import BelowQuorum, Cohort
-from fedveil.core.message import Answer, Container, Envelope, Question, Record, Refused, Weights
+from fedveil.core.message import Answer, Container, Envelope, Question, Record, Refused, Shape, Weights
+from fedveil.core.method import State
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
-from fedveil.train.optimizers import ServerState
+from fedveil.train.optimizers import Moments, moments
 
+SLOT = "down"  # of the server's state and of a client's memory
 Version = Annotated[int, Meta(ge=0, le=2**40)]
+Versions = Annotated[Tensor, Shape(("clients",), torch.int64, 0, 2**40)]
 
 
-@message.kind(19)
+@message.kind
 class WeightsDigest(Answer, frozen=True):
     """A digest of what a client now holds."""
 
     digest: bytes = bytes(8)
 
 
-@message.kind(68)
+@message.kind
 class CatchUp(Question, Container, frozen=True):
     """Take these steps, oldest first, or this state; you then hold `version`."""
 
@@ -48,9 +50,9 @@ class CatchUp(Question, Container, frozen=True):
     second: Weights | None = None
 
 
-@message.kind(55)
+@message.kind
 class ClientWeights(Record, frozen=True):
-    """What a client remembers: the weights it holds, the server optimiser's moments, and how many steps led there."""
+    """What a client remembers: the weights it holds, the server optimizer's moments, and how many steps led there."""
 
     common = ("version", "weights", "first", "second")
 
@@ -60,57 +62,80 @@ class ClientWeights(Record, frozen=True):
     second: Weights | None = None
 
 
+@message.kind
+class Sent(Container, frozen=True):
+    """The server's slot: the steps sent so far and how many of them each client has taken."""
+
+    history: list[bytes] = []  # encoded steps, as frames; empty where the whole state is fewer bytes
+    versions: Versions | None = None
+
+
 @dataclass(frozen=True)
 class Steps:
-    """Both sides of the way down.
+    """Both sides of the way down in steps.
 
     initial: the state that everyone begins with, known from the recipe
-    read:  a step from a frame within a question, checked like any other bytes from outside
-    take:  a state and a step -> the next state
-    stand: the record that a client remembers; what it has beside `ClientWeights`'s fields stays as it is
+    read:    a step from a frame within a question, checked like any other bytes from outside
+    take:    a state and a step -> the next state
+    moments: whether a step needs the server optimizer's moments, so that clients hold them too
     """
 
-    initial: Callable[[Task], ServerState]
+    initial: Callable[[Task], State]
     read: Callable[[Task, bytes], Any]
-    take: Callable[[Task, ServerState, Any], ServerState]
-    stand: type[ClientWeights] = ClientWeights
+    take: Callable[[Task, State, Any], State]
+    moments: bool = False
 
     # ------------------------------------------------------------------------------------------------ the server
 
-    def reach(self, now: ServerState, cohort: Cohort) -> Cohort:
+    def version(self, state: State) -> int:
+        """How many steps the server has taken."""
+        return len(_sent(state).history)
+
+    def reach(self, state: State, cohort: Cohort) -> Cohort:
         """Bring the cohort to the server's state; who can be asked from there."""
-        versions, digest = _versions(now, cohort.task), _digest(now)
+        held, versions = self._parts(state), _versions(state, cohort.task)
+        digest = _digest(held)
         one: dict[tuple[int, bool], CatchUp] = {}  # equal questions as one object, packed once and stacked
-        questions = {k: self.missed(now, int(versions[k])) for k in cohort.ids}
+        questions = {k: self.missed(state, int(versions[k])) for k in cohort.ids}
         questions = {k: one.setdefault((len(q.frames), q.weights is None), q) for k, q in questions.items()}
         answers = cohort.ask(questions)
         strayed = [k for k, answer in answers.items() if answer.digest != digest]
         again: Mapping[int, WeightsDigest] = {}
         if strayed:
             with contextlib.suppress(BelowQuorum):  # the others go on
-                again = cohort.only(strayed).ask(_whole(now))
+                again = cohort.only(strayed).ask(self._whole(state))
         for k, answer in again.items():
             if answer.digest != digest:
                 cohort.reject(k, Refused("out of step", "it was sent the whole state and says that it holds another"))
         cohort.note(caught_up=sum(len(q.frames) > 1 for q in questions.values()), resynced=len(strayed))
         return cohort.only([k for k, answer in {**answers, **again}.items() if answer.digest == digest])
 
-    def record(self, now: ServerState, step: Record, cohort: Cohort) -> tuple[list[bytes], Tensor]:
-        """The steps so far with this one, and how many each client has taken: the cohort, all but this one."""
-        versions = _versions(now, cohort.task).clone()
-        versions[list(cohort.ids)] = len(now.history)
-        return _worth_keeping([*now.history, message.frame(step, Envelope())], now), versions
+    def record(self, before: State, after: State, step: Record, cohort: Cohort) -> State:
+        """The state `after` a step with that step in its history. The cohort has taken all but this one."""
+        versions, history = _versions(before, cohort.task).clone(), _sent(before).history
+        versions[list(cohort.ids)] = len(history)
+        kept = _worth_keeping([*history, message.frame(step, Envelope())], self._parts(before))
+        return after.put(SLOT, Sent(kept, versions))
 
-    def missed(self, now: ServerState, version: int) -> CatchUp:
+    def missed(self, state: State, version: int) -> CatchUp:
         """What a client of that version has missed, in steps or as a whole, whichever is fewer bytes."""
-        frames = now.history[version:]
-        return CatchUp(len(now.history), frames) if all(_worth_keeping(frames, now)) else _whole(now)
+        history = _sent(state).history
+        frames = history[version:]
+        if all(_worth_keeping(frames, self._parts(state))):
+            return CatchUp(len(history), frames)
+        return self._whole(state)
 
     def foreseen(self, task: Task, step: int, version: int, missed: int) -> CatchUp:
         """What a client will be sent that missed so many steps, of so many bytes each, without values."""
-        return self.missed(
-            replace(_onto(self.initial(task), "meta"), history=[bytes(step)] * version), version - missed
-        )
+        held = (None if part is None else part.to("meta") for part in self._parts(self.initial(task)))
+        return self.missed(_state(*held).put(SLOT, Sent([bytes(step)] * version)), version - missed)
+
+    def _whole(self, state: State) -> CatchUp:
+        return CatchUp(self.version(state), [], *self._parts(state))
+
+    def _parts(self, state: State) -> tuple[Tensor | None, ...]:
+        """What clients hold of a state: the weights, and the moments if a step needs them."""
+        return (state.weights, *(moments(state) if self.moments else (None, None)))
 
     # ------------------------------------------------------------------------------------------------ the clients
 
@@ -119,59 +144,58 @@ class Steps:
         been lost. Clients that hold the same take them once, by themselves: all must round alike."""
         task = stack.task
         steps = [self.read(task, frame) for frame in question.frames]
-        start, taken = self.initial(task), dict[tuple[int, bytes], ServerState]()
-        if question.weights is not None and _parts(question) != _parts(start):
+        start, taken = self.initial(task), dict[tuple[int, bytes], State]()
+        sent = (question.weights, question.first, question.second)
+        if question.weights is not None and [p is None for p in sent] != [p is None for p in self._parts(start)]:
             raise Refused("wrong field", "the state has not the moments that this run's server keeps")
-        stands, answers = [], []
-        for memory in stack.memory:
-            before = memory or self.stand()
-            held = start if before.weights is None else _state(before, task)
-            place = before.version, _digest(held)
+        remembered, answers = [], []
+        for memory in stack.slot(SLOT):
+            before = memory or ClientWeights()
+            held = start
+            if before.weights is not None:
+                held = _state(*(_to(p, task.device) for p in (before.weights, before.first, before.second)))
+            place = before.version, _digest(self._parts(held))
             if place not in taken:
                 if question.weights is not None:
-                    held = _state(question, task)
+                    held = _state(*(_to(part, task.device) for part in sent))
                 known = len(steps) - (question.version - before.version)
                 for step in steps[max(known, 0) :]:
                     held = self.take(task, held, step)
                 taken[place] = held
-            now = _onto(taken[place], "cpu")
-            stands.append(
-                replace(before, version=question.version, weights=now.weights, first=now.first, second=now.second)
-            )
-            answers.append(WeightsDigest(_digest(now)))
-        stack.remember(stands)
+            parts = [_to(part, "cpu") for part in self._parts(taken[place])]
+            remembered.append(ClientWeights(question.version, *parts))
+            answers.append(WeightsDigest(_digest(parts)))
+        stack.remember(SLOT, remembered)
         return answers
 
     def held(self, stack: ClientStack, version: int) -> Tensor:
         """The weights the stack holds, [d]: the same for all."""
-        for memory in stack.memory:
-            if memory is None or memory.weights is None or memory.version != version:
+        memory = stack.slot(SLOT)
+        for own in memory:
+            if own is None or own.weights is None or own.version != version:
                 raise Refused("lost state", f"the weights of version {version} are not held; catch up first")
-        weights: Tensor = stack.memory[0].weights
+        weights: Tensor = memory[0].weights
         return weights.to(stack.task.device)
 
 
-def _parts(held: ServerState | ClientWeights | CatchUp) -> list[bool]:
-    return [part is not None for part in (held.weights, held.first, held.second)]
+def _state(weights: Tensor | None, first: Tensor | None, second: Tensor | None) -> State:
+    assert weights is not None
+    state = State(weights)
+    return state if first is None else state.put("server", Moments(first, second))
 
 
-def _state(held: ClientWeights | CatchUp, task: Task) -> ServerState:
-    assert held.weights is not None
-    return _onto(ServerState(held.weights, held.first, held.second), task.device)
+def _to(part: Tensor | None, device: torch.device | str) -> Tensor | None:
+    return None if part is None else part.to(device)
 
 
-def _onto(now: ServerState, device: torch.device | str) -> ServerState:
-    first, second = (None if moment is None else moment.to(device) for moment in (now.first, now.second))
-    return ServerState(now.weights.to(device), first, second)
+def _sent(state: State) -> Sent:
+    sent = state.slots.get(SLOT)
+    return sent if isinstance(sent, Sent) else Sent()
 
 
-def _whole(now: ServerState) -> CatchUp:
-    return CatchUp(len(now.history), [], now.weights, now.first, now.second)
-
-
-def _worth_keeping(frames: Sequence[bytes], now: ServerState) -> list[bytes]:
+def _worth_keeping(frames: Sequence[bytes], held: Sequence[Tensor | None]) -> list[bytes]:
     """The newest steps that together are fewer bytes than the state; older ones are never sent and become empty."""
-    left = 4 * sum(part.numel() for part in (now.weights, now.first, now.second) if part is not None)
+    left = 4 * sum(part.numel() for part in held if part is not None)
     kept = []
     for frame in reversed(frames):
         left -= len(frame) + 8
@@ -179,14 +203,15 @@ def _worth_keeping(frames: Sequence[bytes], now: ServerState) -> list[bytes]:
     return kept[::-1]
 
 
-def _versions(now: ServerState, task: Task) -> Tensor:
+def _versions(state: State, task: Task) -> Tensor:
     """How many steps each client has taken, [clients]."""
-    return torch.zeros(len(task.clients), dtype=torch.int64) if now.versions is None else now.versions
+    versions = _sent(state).versions
+    return torch.zeros(len(task.clients), dtype=torch.int64) if versions is None else versions
 
 
-def _digest(now: ServerState) -> bytes:
+def _digest(held: Sequence[Tensor | None]) -> bytes:
     digest = hashlib.blake2b(digest_size=8)
-    for part in (now.weights, now.first, now.second):
+    for part in held:
         if part is not None:
             digest.update(part.cpu().numpy().tobytes())
     return digest.digest()

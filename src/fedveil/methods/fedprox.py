@@ -1,19 +1,21 @@
-"""FedProx: FedAvg whose local training is held near the global weights."""
+"""FedProx: local training held near the global weights (Li et al. 2020)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from fedveil.core.method import About
-from fedveil.methods.fedavg import FedAvg, raw_about
+from fedveil.core.stack import ClientStack
+from fedveil.methods.about import raw_about
+from fedveil.methods.averaging import Averaging
+from fedveil.train.trainers import Correction
 
 
 @dataclass(frozen=True)
-class FedProx(FedAvg):
+class FedProx(Averaging):
     """FedAvg with local loss F_k(v) + (μ/2)‖v - w‖² (Li et al. 2020, eq. 2)."""
 
     name: ClassVar[str] = "fedprox"
@@ -30,5 +32,5 @@ class FedProx(FedAvg):
         if self.mu < 0:
             raise ValueError(f"method.mu is {self.mu:g}; it is 0 or more")
 
-    def correction(self, w: Tensor) -> Callable[[Tensor], Tensor] | None:
+    def correction(self, stack: ClientStack, question: Any, w: Tensor) -> Correction | None:
         return lambda v: self.mu * (v - w)

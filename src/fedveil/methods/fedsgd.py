@@ -1,21 +1,18 @@
-"""FedSGD: clients send one gradient over all their records."""
+"""FedSGD: one gradient a client and round (McMahan et al. 2017)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from fedveil.core.forecast import Compute, Turn
 from fedveil.core.method import About
-from fedveil.core.stack import ClientStack
-from fedveil.methods.fedavg import FedAvg, raw_about
-from fedveil.train.local import full_gradient, full_gradient_compute
+from fedveil.methods.about import raw_about
+from fedveil.methods.averaging import Averaging
+from fedveil.train.trainers import FullGradient, PrivateFullGradient, Trainer
 
 
 @dataclass(frozen=True)
-class FedSGD(FedAvg):
+class FedSGD(Averaging):
     """One gradient over all of a client's records; `server.lr` is the step (McMahan et al. 2017, section 2)."""
 
     name: ClassVar[str] = "fedsgd"
@@ -25,16 +22,6 @@ class FedSGD(FedAvg):
         "McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017",
     )
 
-    def update(self, stack: ClientStack, w: Tensor) -> Tensor:
-        if not self.privacy:
-            return -full_gradient(stack, w)[0]
-        (batch, steps), weights = self.private_steps(stack.task.largest), w.expand(len(stack), -1)
-        gradient = self.privacy.gradients(stack, weights, batch, [(steps, stack.secrets("gradients"))])
-        stack.passes += steps * gradient.records
-        return -gradient()
-
-    def private_steps(self, largest: int) -> tuple[int, int]:
-        return largest, 1  # all records, over the most there may be
-
-    def training(self, turn: Turn) -> Compute:
-        return full_gradient_compute(turn.records)
+    @property
+    def trainer(self) -> Trainer:
+        return PrivateFullGradient(self.privacy) if self.privacy else FullGradient()

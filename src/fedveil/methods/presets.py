@@ -10,7 +10,8 @@ from fedveil.codecs.fedage import FedAgeCodec
 from fedveil.codecs.fedsynth import FedSynthCodec
 from fedveil.codecs.tofu import TofuCodec
 from fedveil.core.method import About
-from fedveil.methods.fedavg import PRIVATE, FedAvg
+from fedveil.methods.about import PRIVATE
+from fedveil.methods.averaging import Averaging
 
 _EXPOSED = (
     "heuristic",
@@ -21,7 +22,7 @@ _SEES = "the synthetic points of every client and, by decoding them, an approxim
 
 
 @dataclass(frozen=True)
-class FedSynth(FedAvg):
+class FedSynth(Averaging):
     """FedAvg with FedSynth's codec (Goetz & Tewari 2020, algorithms 1 to 3)."""
 
     name: ClassVar[str] = "fedsynth"
@@ -38,7 +39,7 @@ class FedSynth(FedAvg):
 
 
 @dataclass(frozen=True)
-class Tofu(FedAvg):
+class Tofu(Averaging):
     """FedAvg with TOFU's codec up; with `down` and `full_rounds` the paper's federated algorithm (section 4)."""
 
     name: ClassVar[str] = "tofu"
@@ -55,7 +56,7 @@ class Tofu(FedAvg):
 
 
 @dataclass(frozen=True)
-class FedAge(FedAvg):
+class FedAge(Averaging):
     """FedAvg with FedAGE's codec: the server averages codes and decodes their mean (Zeng et al. 2022, algorithm 1)."""
 
     name: ClassVar[str] = "fedage"

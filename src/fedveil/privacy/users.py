@@ -66,10 +66,11 @@ class UserLevel(Promise):
         if self.colluders < 0:
             raise ValueError(f"user_privacy.colluders is {self.colluders}; it is 0 or more")
 
-    def account(self, task: Task, rate: float = 1.0, secure: SecureSum | None = None) -> Account:
+    def account(self, task: Task, rate: float = 1.0, secure: SecureSum | None = None, vectors: int = 1) -> Account:
         """The price of a round at a rate of being drawn.
 
-        secure: the secure sum in which clients add the noise together
+        secure:  the secure sum in which clients add the noise together
+        vectors: how many vectors of the weights' size a client sends
         """
         if self.delta >= 1 / len(task.clients):
             raise ValueError(
@@ -77,8 +78,9 @@ class UserLevel(Promise):
                 f"{1 / len(task.clients):.2g}"
             )
         if secure:
-            step = self.step(secure.bits, task.layout.size)
-            self._validate_precision(step, secure.bits, task.layout.size)
+            size = vectors * task.layout.size
+            step = self.step(secure.bits, size)
+            self._validate_precision(step, secure.bits, size)
             return Account(step, self, colluders=self.colluders)
         if rate < 1 and self.relation != "zero-out":
             raise ValueError(

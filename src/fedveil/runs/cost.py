@@ -126,8 +126,7 @@ def _notes(task: Task, recipe: Recipe, turns: Sequence[Turn]) -> list[str]:
         notes.append("Clients drop out or are late in this recipe; the figures are for all of them answering.")
     if recipe.target is not None:
         notes.append(f"The run ends before its {recipe.rounds} rounds if it reaches its target accuracy.")
-    codecs: list[Any] = [getattr(method, way, None) for way in ("up", "down")]
-    if any(hasattr(codec, "sizes") and "bytes" in codec.sizes(task) for codec in codecs):
+    if any("bytes" in codec.sizes(task) for codec in method.codecs):
         notes.append("What is compressed has no fixed size; its bytes are the most that they can be.")
     late = [turn for turn in turns if turn.missed > 1]
     always = max((_bytes(method, task, replace(turn, missed=1))[1] for turn in late), default=0)

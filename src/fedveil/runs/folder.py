@@ -25,7 +25,9 @@ from torch import Tensor
 
 from fedveil.core import message
 from fedveil.core.ledger import Ledger, Row
-from fedveil.core.message import Container, Envelope, Record, Refused
+from fedveil.core.memory import Entry
+from fedveil.core.message import Container, Envelope, Record, Refused, unfold
+from fedveil.core.method import State
 from fedveil.privacy import account
 from fedveil.privacy.accountant import Steps
 
@@ -44,6 +46,7 @@ class Remembered(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     client: int
     round: int
     serial: int
+    part: str
     frame: bytes
 
 
@@ -54,7 +57,7 @@ class _Asked(msgspec.Struct, frozen=True):
     price: list[str | int | float]
 
 
-@message.kind(1)
+@message.kind
 class Checkpoint(Container, frozen=True):
     """Everything a run needs to go on: the server's state and the clients' memories."""
 
@@ -72,7 +75,7 @@ class Saved:
     run: bytes
     round: int
     state: Any
-    memory: dict[int, list[tuple[int, int, Record]]]
+    memory: dict[int, list[Entry]]
     decided: dict[str, bytes] = dataclasses.field(default_factory=dict)
     damaged: tuple[str, ...] = ()  # newer checkpoints that cannot be read, and why
 
@@ -141,15 +144,15 @@ class RunFolder:
             raise RunError(f"{path} does not tell who was asked in {rounds} rounds; what they cost is not known")
         return cohorts
 
-    def save(self, run: bytes, round_: int, state: Record, memory: dict[int, list[tuple[int, int, Record]]]) -> None:
+    def save(self, run: bytes, round_: int, state: Record, memory: dict[int, list[Entry]]) -> None:
         """Write the checkpoint of a round; the ledger's row of that round reaches the disk before it."""
         if self._ledger:
             with _saying(Path(self._ledger.name)):
                 os.fsync(self._ledger.fileno())
         entries = [
-            Remembered(client, r, s, message.frame(record, Envelope(run, r, client, s)))
+            Remembered(client, r, s, part, message.frame(record, Envelope(run, r, client, s)))
             for client, kept in memory.items()
-            for r, s, record in kept
+            for r, s, part, record in kept
         ]
         data = message.frame(
             Checkpoint(run, round_, message.frame(state, Envelope(run, round_)), entries, self.decided),
@@ -245,11 +248,11 @@ def read_checkpoint(data: bytes) -> Saved:
     body = undigested(data)
     checkpoint, _ = message.unframe(body, {Checkpoint.kind: Checkpoint}, len(body))
     assert isinstance(checkpoint, Checkpoint)
-    memory: dict[int, list[tuple[int, int, Record]]] = {}
+    memory: dict[int, list[Entry]] = {}
     for entry in checkpoint.memory:
-        memory.setdefault(entry.client, []).append((entry.round, entry.serial, unfold(entry.frame)))
+        memory.setdefault(entry.client, []).append((entry.round, entry.serial, entry.part, unfold(entry.frame)))
     state = unfold(checkpoint.state)
-    if not isinstance(getattr(state, "weights", None), Tensor):
+    if not isinstance(state, State):
         raise Refused("wrong kind", f"a {type(state).__name__} is no server's state")
     return Saved(checkpoint.run, checkpoint.round, state, memory, checkpoint.decided)
 
@@ -301,11 +304,6 @@ def undigested(data: bytes) -> bytes:
     if hashlib.blake2b(body, digest_size=_DIGEST).digest() != digest:
         raise Refused("damaged", "the digest at its end does not match")
     return body
-
-
-def unfold(frame: bytes) -> Record:
-    """The record in a frame that this program wrote, of any kind."""
-    return message.unframe(frame, message.KINDS, len(frame))[0]
 
 
 class _Ledger(Ledger):

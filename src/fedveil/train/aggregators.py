@@ -6,13 +6,26 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from fedveil.core.cohort import Answers, Cohort
+from fedveil.core.cohort import Cohort
+from fedveil.privacy.users import UserLevel
 
 ROOM = 10.0  # how many times its cohort's median a client's number may be, and what part of it
+
+
+class Aggregating(Protocol):
+    """Updates [m, d] of m clients become one update [d].
+
+    quorum: whether a round needs a quorum of answers, and the server may look at single ones
+    """
+
+    quorum: ClassVar[bool]
+
+    def merge(self, updates: Tensor, weights: Tensor | None, cohort: Cohort) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -26,6 +39,8 @@ class Aggregator:
     krum:    the one update nearest to its m - `byzantine` - 2 neighbours (Blanchard et al. 2017)
     """
 
+    quorum: ClassVar[bool] = True
+
     kind: str = "mean"
     clip: float = 1.0
     trim: float = 0.1
@@ -36,6 +51,17 @@ class Aggregator:
             raise ValueError(f"aggregator.kind is '{self.kind}'; use mean, clip, median, trimmed or krum")
         if self.clip <= 0 or not 0 <= self.trim < 0.5 or self.byzantine < 0:
             raise ValueError("an aggregator needs clip > 0, 0 <= trim < 0.5 and byzantine >= 0")
+
+    @property
+    def linear(self) -> bool:
+        """Whether it is a mean, which a sum of the updates is enough for."""
+        return self.kind == "mean"
+
+    def merge(self, updates: Tensor, weights: Tensor | None, cohort: Cohort) -> Tensor:
+        """Combine the updates; without `weights` clients count the same."""
+        if weights is None and self.linear:
+            return updates.mean(0)
+        return self(updates, updates.new_ones(len(updates)) if weights is None else weights)
 
     def __call__(self, updates: Tensor, weights: Tensor) -> Tensor:
         share = (weights / weights.sum()).to(updates.dtype)
@@ -54,6 +80,20 @@ class Aggregator:
                 distances = torch.cdist(updates, updates).square().sort(dim=1).values[:, 1 : neighbours + 1]
                 return updates[int(distances.sum(dim=1).argmin())]
         return share @ updates
+
+
+@dataclass(frozen=True)
+class NoisySum:
+    """The sum of clipped updates with Gaussian noise over the public number of clients: a server that is trusted with
+    the updates makes the model private. Every answer counts, because a round that is skipped would tell who was drawn.
+    """
+
+    quorum: ClassVar[bool] = False
+
+    how: UserLevel
+
+    def merge(self, updates: Tensor, weights: Tensor | None, cohort: Cohort) -> Tensor:
+        return self.how.total(updates, cohort.secret) / cohort.expected
 
 
 def clamped(
@@ -77,9 +117,8 @@ def clamped(
     return kept
 
 
-def shortened(cohort: Cohort, answers: Answers, name: str) -> list[Tensor]:
-    """A vector of every answer; one whose root mean square is more than `ROOM` times the median is scaled to that."""
-    vectors: dict[int, Tensor] = {client: getattr(answer, name) for client, answer in answers.items()}
+def shortened(cohort: Cohort, name: str, vectors: Mapping[int, Tensor]) -> list[Tensor]:
+    """The clients' vectors; one whose root mean square is more than `ROOM` times the median is scaled to that."""
     sizes = {k: float(torch.linalg.vector_norm(v)) / math.sqrt(len(v)) for k, v in vectors.items()}
     kept = clamped(cohort, f"{name} with a root mean square", sizes, raise_low=False)
     return [v * (kept[k] / sizes[k]) if kept[k] < sizes[k] else v for k, v in vectors.items()]

@@ -1,65 +1,99 @@
-"""The server's optimizers: how the weights move along the combined update."""
+"""The server's optimizer: a step along what a cohort's updates add up to."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
 from fedveil.core import message
-from fedveil.core.message import Shape, Weights
+from fedveil.core.message import Record, Weights
 from fedveil.core.method import State
 
-Versions = Annotated[Tensor, Shape(("clients",), torch.int64, 0, 2**40)]
+SLOT, AVERAGE = "server", "average"  # slots of the server's state
 
 
-@message.kind(2)
-class ServerState(State, frozen=True):
-    """The global weights, the server optimiser's moments, and with a down codec the steps sent so far."""
+@message.kind
+class Moments(Record, frozen=True):
+    """The optimizer's running moments of the update."""
 
-    first: Weights | None = None
+    first: Weights
     second: Weights | None = None
-    history: list[bytes] = []  # encoded steps, as frames; empty where full weights are fewer bytes
-    versions: Versions | None = None  # how many of them each client has applied
+
+
+@message.kind
+class Average(Record, frozen=True):
+    """The weights that are trained, where the published ones are their moving average, and the steps so far."""
+
+    live: Weights
+    steps: int = 0
 
 
 @dataclass(frozen=True)
 class ServerOptimizer:
-    """The server's optimiser: plain (FedAvg), momentum (FedAvgM) or adam (FedAdam, Reddi et al. 2021, algorithm 2)."""
+    """The server's optimizer: plain (FedAvg), momentum (FedAvgM) or adam (FedAdam, Reddi et al. 2021, algorithm 2).
+
+    momentum: also Adam's first moment
+    tau:      Adam's degree of adaptivity
+    ema:      publish a moving average of the weights, with coefficient min(ema, (1+t)/(10+t)) in step t; 0: do not
+    """
 
     optimizer: str = "plain"
     lr: float = 1.0
-    momentum: float = 0.9  # also Adam's first moment
+    momentum: float = 0.9
     beta2: float = 0.99
-    tau: float = 1e-3  # Adam's degree of adaptivity
+    tau: float = 1e-3
+    ema: float = 0.0
 
     def __post_init__(self) -> None:
         if self.optimizer not in ("plain", "momentum", "adam"):
             raise ValueError(f"server.optimizer is '{self.optimizer}'; use plain, momentum or adam")
         if self.lr <= 0:
-            raise ValueError("server.lr must be above 0")
-        if not 0 <= self.momentum < 1 or not 0 <= self.beta2 < 1 or self.tau <= 0:
-            raise ValueError("server.momentum and server.beta2 are from 0 to below 1, and server.tau is above 0")
+            raise ValueError(f"server.lr is {self.lr:g}; it must be above 0")
+        if not 0 <= self.momentum < 1 or not 0 <= self.beta2 < 1 or self.tau <= 0 or not 0 <= self.ema < 1:
+            raise ValueError(
+                "server.momentum, server.beta2 and server.ema must be from 0 to below 1, and server.tau above 0"
+            )
 
-    def init_state(self, weights: Tensor) -> ServerState:
-        moment = torch.zeros_like(weights)
-        return ServerState(
-            weights,
-            None if self.optimizer == "plain" else moment,
-            moment.clone() if self.optimizer == "adam" else None,
-        )
+    def init_state(self, weights: Tensor) -> State:
+        """The state before the first step."""
+        state, moment = State(weights), torch.zeros_like(weights)
+        if self.optimizer != "plain":
+            state = state.put(SLOT, Moments(moment, moment.clone() if self.optimizer == "adam" else None))
+        return state.put(AVERAGE, Average(weights)) if self.ema else state
 
-    def step(self, state: ServerState, delta: Tensor) -> ServerState:
+    def training(self, state: State) -> State:
+        """The state with the weights that are trained in place of their average."""
+        average = state.slots.get(AVERAGE)
+        return replace(state, weights=average.live) if isinstance(average, Average) else state
+
+    def step(self, state: State, delta: Tensor) -> State:
         """Move the weights along the merged update `delta` [d], which points downhill."""
-        if state.first is None:
+        first, second = moments(state)
+        if first is None:
             return replace(state, weights=state.weights + self.lr * delta)
-        if state.second is None:
-            first = self.momentum * state.first + delta
-            return replace(state, weights=state.weights + self.lr * first, first=first)
-        first = self.momentum * state.first + (1 - self.momentum) * delta
-        second = self.beta2 * state.second + (1 - self.beta2) * delta**2
+        if second is None:
+            first = self.momentum * first + delta
+            return replace(state, weights=state.weights + self.lr * first).put(SLOT, Moments(first))
+        first = self.momentum * first + (1 - self.momentum) * delta
+        second = self.beta2 * second + (1 - self.beta2) * delta**2
         step = self.lr * first / (second.sqrt() + self.tau)
-        return replace(state, weights=state.weights + step, first=first, second=second)
+        return replace(state, weights=state.weights + step).put(SLOT, Moments(first, second))
+
+    def published(self, before: State, after: State) -> State:
+        """The state with what is published: the trained weights of `after`, or their moving average."""
+        average = before.slots.get(AVERAGE)
+        if not isinstance(average, Average):
+            return after
+        steps = average.steps + 1
+        keep = min(self.ema, (1 + steps) / (10 + steps))
+        weights = torch.lerp(after.weights, before.weights, keep)
+        return replace(after, weights=weights).put(AVERAGE, Average(after.weights, steps))
+
+
+def moments(state: State) -> tuple[Tensor | None, Tensor | None]:
+    """The optimizer's moments in a state."""
+    held = state.slots.get(SLOT)
+    return (held.first, held.second) if isinstance(held, Moments) else (None, None)

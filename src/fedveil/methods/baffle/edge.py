@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from fedveil.codecs.directions import Directions, order, words
 
-PROBE, SLOPES = 47, 48  # kinds of record
-VERSION, FLOAT32 = 1, 0
+PROBE, SLOPES = 0xDC52B0, 0x7EEB17  # kinds of record
+VERSION, FLOAT32 = 2, 0
 PREFIX = struct.Struct("<2sBB8sIIHH")
 LARGEST = 1e6  # of a weight; what is beyond is a fault
 Floats = NDArray[np.float32]
@@ -38,8 +38,8 @@ def read(frame: bytes, size: int, max_directions: int) -> tuple[tuple[bytes, int
     """A `Probe` of `size` weights -> (run, round, client, serial), weights [d], key, number of directions."""
     if len(frame) < PREFIX.size + 4:
         raise Refused("truncated: the frame ends before its head")
-    magic, version, kind, run, round_, client, serial, zero = PREFIX.unpack_from(frame)
-    if (magic, version, kind, zero) != (b"FV", VERSION, PROBE, 0):
+    magic, version, low, run, round_, client, serial, high = PREFIX.unpack_from(frame)
+    if (magic, version, low | high << 8) != (b"FV", VERSION, PROBE):
         raise Refused(f"wrong kind: the frame is no question of kind {PROBE} in version {VERSION}")
     (length,) = struct.unpack_from("<I", frame, PREFIX.size)
     start = PREFIX.size + 4
@@ -61,7 +61,7 @@ def write(where: tuple[bytes, int, int, int], slopes: Floats, records: int) -> b
     """The frame of a `Slopes`."""
     head = b"\x92\x92" + _int(FLOAT32) + b"\x91" + _int(len(slopes)) + _int(records)
     body = slopes.astype("<f4").tobytes()
-    prefix = PREFIX.pack(b"FV", VERSION, SLOPES, *where, 0)
+    prefix = PREFIX.pack(b"FV", VERSION, SLOPES & 0xFF, *where, SLOPES >> 8)
     return b"".join(
         [prefix, struct.pack("<I", len(head)), head, bytes(-(4 + len(head)) % 8), body, bytes(-len(body) % 8)]
     )

@@ -29,10 +29,10 @@ def export(task: Task, method: Baffle, folder: Path, quantise: bool = False) -> 
 
     quantise: weights that are not trained, which are part of the graph, become 8-bit integers with a scale a layer
     """
-    if method.level != "batch" or method.down != "weights" or method.secure:
+    if method.down != "weights" or method.secure:
         raise ValueError(
-            "the edge client answers at the batch level, from full weights and in the clear; set "
-            'method.level="batch", method.down="weights" and leave method.secure out'
+            'the edge client answers from full weights and in the clear; set method.down="weights" and leave '
+            "method.secure out"
         )
     if task.loss is not cross_entropy or task.data.y.dim() != 1:
         raise ValueError("the edge client knows the loss 'cross-entropy' with one label a record, and no other")

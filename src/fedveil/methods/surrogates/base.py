@@ -18,12 +18,12 @@ from fedveil.core import schema
 from fedveil.core.cohort import Answers, Cohort
 from fedveil.core.forecast import Turn
 from fedveil.core.message import Answer, Question, Refused
-from fedveil.core.method import Method
+from fedveil.core.method import Method, State
 from fedveil.core.stack import ClientStack
-from fedveil.core.task import FORWARD_PASSES, Rows, Task
+from fedveil.core.task import FORWARD_PASSES, GRADIENTS, RECORD_GRADIENTS, Rows, Task
 from fedveil.methods.surrogates.augment import strategies, validate
 from fedveil.methods.surrogates.descent import descend, rates
-from fedveil.methods.surrogates.sets import Classes, Distil, LapState, Last, Surrogate, WhichClasses, declared, held
+from fedveil.methods.surrogates.sets import SLOT, Classes, Distil, Last, Surrogate, WhichClasses, declared, held
 from fedveil.train.aggregators import clamped
 from fedveil.train.local import GRADIENT_CHUNK
 
@@ -77,9 +77,10 @@ class Surrogates(Method):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return (*super().needs, FORWARD_PASSES) if self.measures else super().needs
+        own = (RECORD_GRADIENTS,) if self.promise else (GRADIENTS,)
+        return (*own, FORWARD_PASSES) if self.measures else own
 
-    def init_state(self, task: Task) -> LapState:
+    def init_state(self, task: Task) -> State:
         if not task.data.x.is_floating_point():
             raise ValueError(f"{self.name} fits its inputs by gradient, and tokens have none; use fedavg")
         if task.data.y.dim() != 1:
@@ -87,7 +88,7 @@ class Surrogates(Method):
         validate(self.augment, task)
         if self.client_cost(task):
             self._validate_public(task)
-        return LapState(task.initial)
+        return State(task.initial)
 
     def _validate_public(self, task: Task) -> None:
         """Raise a ValueError unless the classes of each client are public: a set shows them, and no noise covers it."""
@@ -104,7 +105,7 @@ class Surrogates(Method):
 
     # ------------------------------------------------------------------------------------------------ the server
 
-    def round(self, state: LapState, cohort: Cohort) -> LapState:
+    def round(self, state: State, cohort: Cohort) -> State:
         held = cohort.ask(WhichClasses())
         points = {k: self.images * int(answer.held.sum()) for k, answer in held.items()}
         if none := [k for k, count in points.items() if not count]:
@@ -119,7 +120,7 @@ class Surrogates(Method):
         first = [(each.images[:: self.images], each.labels[:: self.images]) for each in answers.values()]
         images, labels = (torch.cat(parts) for parts in zip(*first, strict=True))
         cohort.exhibit("synthetic images", images, F.one_hot(labels.long(), cohort.task.data.classes))
-        return LapState(weights)
+        return State(weights)
 
     def checked(self, w: Tensor, held: Answers, answers: Answers, cohort: Cohort) -> dict[int, Surrogate]:
         """The answers that are what their client's classes and the recipe make of them, and have a gradient at `w` [d];
@@ -218,15 +219,16 @@ class Surrogates(Method):
         if not price:  # what is private looks at records through noise only, in its figures too
             stack.measure(cosine_real=self.likeness(stack, w, images, labels))
         sent, records = images.cpu(), [1] * len(stack) if price else stack.rows.counts.tolist()
-        stack.remember([Last(each) for each in sent])
+        stack.remember(SLOT, [Last(each) for each in sent])
         return [Surrogate(*fields) for fields in zip(sent, own, radii, records, strict=True)]
 
     def start(self, stack: ClientStack, labels: Tensor) -> Tensor:
         """The images before they are fitted, [C, points, *input]."""
         task, images = stack.task, []
+        last = stack.slot(SLOT)
         for k, seed in enumerate(stack.seeds("images")):
-            if self.init == "previous" and stack.memory[k] is not None:
-                images.append(stack.memory[k].images)
+            if self.init == "previous" and last[k] is not None:
+                images.append(last[k].images)
             elif self.init == "real":
                 rng, own = seed.numpy(), stack.rows.indices[k]
                 of = {c: rng.permutation(own[task.data.y[own].numpy() == c]) for c in labels[k].unique().tolist()}
@@ -271,7 +273,7 @@ class Surrogates(Method):
 
     def forecast_messages(self, task: Task, turn: Turn) -> list[Question]:
         points = self.images * int(self.held(task, turn.client).sum())
-        return [WhichClasses(), Distil(schema.blank(LapState, task.sizes).weights, points)]
+        return [WhichClasses(), Distil(schema.blank(State, task.sizes).weights, points)]
 
     def measuring(self, turn: Turn) -> int:
         """The passes that `calibrated` takes, if it takes all its steps."""

@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fedveil.core.forecast import Compute, Turn
-from fedveil.core.method import About
+from fedveil.core.method import About, State
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.gpu.graphs import repeat
 from fedveil.methods.surrogates.augment import Siamese
 from fedveil.methods.surrogates.base import Surrogates
-from fedveil.methods.surrogates.sets import LapState
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class FedDm(Surrogates):
         if self.draws < 1:
             raise ValueError(f"method.draws is {self.draws}; it is at least 1")
 
-    def init_state(self, task: Task) -> LapState:
+    def init_state(self, task: Task) -> State:
         state = super().init_state(task)
         embedding(task, task.initial, task.test_x[:1])  # says what of the model does not suit
         return state

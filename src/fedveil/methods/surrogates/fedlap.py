@@ -86,6 +86,10 @@ class FedLap(Surrogates):
             self.validate_private()
 
     @property
+    def promise(self) -> DpSgd | None:
+        return self.privacy
+
+    @property
     def needs(self) -> tuple[str, ...]:
         return *super().needs, SECOND_DERIVATIVES
 

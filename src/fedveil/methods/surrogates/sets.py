@@ -10,28 +10,27 @@ from torch import Tensor
 
 from fedveil.core import message
 from fedveil.core.message import Answer, Count, Question, Record, Shape, Size, Weights
-from fedveil.core.method import State
 from fedveil.core.task import Task
 
 WIDEST = 1e3  # the range of synthetic inputs, either way
 Images = Annotated[Tensor, Shape(("points", "input"), low=-WIDEST, high=WIDEST)]
 
 
-@message.kind(57)
+@message.kind
 class Classes(Answer, frozen=True):
     """1 for each class of which the client has records."""
 
     held: Annotated[Tensor, Shape(("classes",), torch.uint8, 0, 1)]
 
 
-@message.kind(58)
+@message.kind
 class WhichClasses(Question, frozen=True):
     """Which classes do you have records of?"""
 
     reply = Classes
 
 
-@message.kind(59)
+@message.kind
 class Surrogate(Answer, frozen=True):
     """A synthetic set, how far from the weights it stands in for the client's data, and the records behind it.
 
@@ -44,7 +43,7 @@ class Surrogate(Answer, frozen=True):
     records: Count = 1
 
 
-@message.kind(60)
+@message.kind
 class Distil(Question, frozen=True):
     """Fit a synthetic set of so many points to your records, as they look around these weights."""
 
@@ -56,16 +55,16 @@ class Distil(Question, frozen=True):
         return {"points": self.points}
 
 
-@message.kind(61)
+SLOT = "surrogates"  # of a client\'s memory
+
+
+@message.kind
 class Last(Record, frozen=True):
     """What a client remembers: the images it sent last."""
 
+    common = ()
+
     images: Images
-
-
-@message.kind(62)
-class LapState(State, frozen=True):
-    """The global weights."""
 
 
 def held(task: Task, client: int) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from fedveil.core import message, schema
 from fedveil.core.clients import ABOUT_QUESTIONS
-from fedveil.core.message import Answer, Question, Refused
+from fedveil.core.message import Answer, Question, Refused, Slots
+from fedveil.core.method import Handler
 from fedveil.core.stack import OWN_NOTE
 from fedveil.privacy import skellam
 from fedveil.privacy.secagg import graph, masks, shamir
@@ -65,16 +66,29 @@ _log = logging.getLogger("fedveil")
 
 @dataclass(frozen=True)
 class Summand:
-    """Answers to the protocol's questions; `table` has the method's own, asked at the masked stage."""
+    """Answers to the protocol's questions.
+
+    sums: for each sum of a round, in order, the method's questions asked at the masked stage, and the type of answers
+    """
 
     how: SecureSum
-    table: Mapping[type[Question], Callable[[ClientStack, Any], Sequence[Answer]]]
+    sums: Sequence[tuple[Mapping[type[Question], Handler], type[Answer]]]
+
+    def _sum(self, stack: ClientStack) -> tuple[Mapping[type[Question], Handler], type[Answer]]:
+        """The sum that the stack is at."""
+        done: set[int] = {note.get(OVER, 0) for note in stack.notes}
+        return self.sums[min(done.pop(), len(self.sums) - 1)]
+
+    def _basis(self, note: Mapping[str, Any]) -> str:
+        """The note of what was masked in the sum that a client is at."""
+        done = note.get(OVER, 0)
+        return f"{BASIS} {done}" if done else BASIS
 
     def advertise(self, stack: ClientStack, question: Advertise) -> list[Advertised]:
         context = Context(stack.run, stack.round)
         answers, notes = [], []
         for client, note in zip(stack.clients, stack.notes, strict=True):
-            if OVER in note:
+            if note.get(OVER, 0) >= len(self.sums):
                 raise Refused("wrong stage", f"client {client} has unmasked a sum in round {stack.round}")
             note.pop(PENDING, None)
             channel_key, mask_key, own = (secrets.token_bytes(KEY) for _ in range(3))
@@ -171,7 +185,8 @@ class Summand:
         return self._noted(stack, notes, answers)
 
     def mask(self, stack: ClientStack, question: Mask) -> list[Masked]:
-        table = {kind.kind: kind for kind in self.table}
+        handlers, answer = self._sum(stack)
+        table = {kind.kind: kind for kind in handlers}
         if question.asked not in table:
             raise Refused("wrong kind", f"answers to questions of kind {question.asked} are not summed")
         all_kept, ids = self._kept(stack, "dealt"), set(question.ids)
@@ -183,17 +198,16 @@ class Summand:
                 raise Refused("bad set", f"{len(ids)} clients shared, {kept.quorum} are needed")
         payload = question.question.numpy().data
         inner = message.unpack(payload, table[question.asked])
-        schema.check(inner, {**stack.task.sizes, **inner.sizes()})
+        schema.check(inner, {**stack.sizes, **inner.sizes()})
         _check_memory(stack)
         bases = stack.basis(inner.kind, payload)
         for client, note, basis in zip(stack.clients, stack.notes, bases, strict=True):
-            if note.get(BASIS, basis) != basis:
+            if note.get(self._basis(note), basis) != basis:
                 told = f"client {client} has masked the answer to another question in round {stack.round}"
                 raise Refused("wrong stage", told)
-        given, answers, notes = self._given(stack, inner), [], []
+        given, answers, notes = self._given(stack, handlers[type(inner)], inner), [], []
         for i, (client, kept) in enumerate(zip(stack.clients, all_kept, strict=True)):
-            kind = type(given[i]) if given else type(inner).reply
-            fixed = self.how.fixed_point(len(kept.ids), kept.quorum, stack.task.sizes, kind)
+            fixed = self.how.fixed_point(len(kept.ids), kept.quorum, stack.task.sizes, answer)
             size = len(flat(given[i])) if given else question.elements - 2
             if (size + 2, fixed.wide) != (question.elements, question.wide):
                 raise Refused("wrong shape", f"{question.elements} elements were asked for, there are {size + 2}")
@@ -205,21 +219,21 @@ class Summand:
             masks.mask(vector, added, [key for k, key in pairs.items() if k < client])
             answers.append(Masked(torch.from_numpy(vector.view(np.dtype(f"i{vector.itemsize}"))), tensor(asked)))
             notes.append(replace(kept, stage="masked", shared=question.ids, asked=asked))
-        for note, basis, record in zip(stack.notes, bases, stack.kept or [None] * len(stack), strict=True):
-            note[BASIS] = basis
-            note.update({PENDING: record} if record is not None else {})
-        stack.kept = None
+        for i, (note, basis) in enumerate(zip(stack.notes, bases, strict=True)):
+            note[self._basis(note)] = basis
+            note.update({PENDING: Slots(slots)} if (slots := stack.kept_by(i)) else {})
+        stack.kept = {}
         return self._noted(stack, notes, answers)
 
-    def _given(self, stack: ClientStack, inner: Question) -> Sequence[Answer]:
+    def _given(self, stack: ClientStack, handler: Handler, inner: Question) -> Sequence[Answer]:
         """The clients' own answers; nothing where they fail, which is nobody else's business."""
         try:
-            return self.table[type(inner)](stack, inner)
+            return handler(stack, inner)
         except Exception as error:
             told = isinstance(error, Refused) and error.reason in ABOUT_QUESTIONS
             if told or stack.debug or len(stack) > 1:  # of a stack that fails, each client is asked again
                 raise
-            stack.kept = None
+            stack.kept = {}
             self._zeroed(stack, 0, error)
             return ()
 
@@ -273,9 +287,11 @@ class Summand:
             if len(shares) != question.holders:
                 raise Refused("bad set", f"{question.holders} shares are asked for, of {len(shares)} neighbours")
             answers.append(Unmasked(tensor(b"".join(shares), SHARE)))
-        stack.remember([note.pop(PENDING, None) for note in stack.notes])
+        pending = [note.pop(PENDING, Slots()) for note in stack.notes]
+        for part in {part for slots in pending for part in slots}:
+            stack.remember(part, [slots.get(part) for slots in pending])
         for note in stack.notes:
-            note[OVER] = True
+            note[OVER] = note.get(OVER, 0) + 1
         return self._noted(stack, [Secrets("unmask") for _ in answers], answers)
 
     def _check_alive(self, stack: ClientStack, client: int, kept: Secrets, alive: Sequence[int]) -> None:
@@ -325,8 +341,8 @@ class Summand:
 
 def _check_memory(stack: ClientStack) -> None:
     """What a client remembers must say what of it is the server's, or that would not be bound into the masks."""
-    for record in stack.memory:
-        if record is not None and record.common is None:
+    for record in (record for memory in stack.memory for record in memory.values()):
+        if record.common is None:
             raise TypeError(
                 f"{type(record).__name__}, which clients remember, does not say which of its fields hold what the "
                 "server supplied; for secure sums set `common` to their names, or to () if there are none"

@@ -149,15 +149,17 @@ class SecureSum:
         ]
 
     def stages(
-        self, table: Mapping[type[Question], Callable[[ClientStack, Any], Sequence[Answer]]]
+        self, *sums: tuple[Mapping[type[Question], Callable[[ClientStack, Any], Sequence[Answer]]], type[Answer]]
     ) -> dict[type[Question], Callable[[ClientStack, Any], Sequence[Answer]]]:
-        """A client's answers to the protocol's questions; `table` has the method's questions whose answers are summed.
+        """A client's answers to the protocol's questions.
+
+        sums: for each sum of a round, in order, the method's questions whose answers are summed, and the answers' type
 
         They are answered within the secure sum only, so a server cannot ask them in the clear.
         """
         from fedveil.privacy.secagg.client import Summand
 
-        summand = Summand(self, dict(table))
+        summand = Summand(self, sums)
         return {
             Advertise: summand.advertise,
             Share: summand.share,
@@ -224,7 +226,7 @@ def octets(rows: str | None, width: int) -> Shape:
 Sealed = Annotated[Tensor, octets("peers", SEALED)]
 
 
-@message.kind(30)
+@message.kind
 class Advertised(Answer, frozen=True):
     """Two public keys, fresh for this round, and the client's signature of them."""
 
@@ -233,14 +235,14 @@ class Advertised(Answer, frozen=True):
     signature: Annotated[Tensor, octets(None, SIGNATURE)]
 
 
-@message.kind(31)
+@message.kind
 class Advertise(Question, frozen=True):
     """Make two key pairs for this round."""
 
     reply = Advertised
 
 
-@message.kind(32)
+@message.kind
 class Shared(Answer, frozen=True):
     """Sealed shares for each neighbour, a mark of each share by which a forged one is told, and one of b."""
 
@@ -249,7 +251,7 @@ class Shared(Answer, frozen=True):
     mark: Annotated[Tensor, octets(None, MARK)]
 
 
-@message.kind(33)
+@message.kind
 class Share(Question, frozen=True):
     """Who advertised keys (U1), how many must stay, and the signed keys of the client's neighbours and itself."""
 
@@ -264,14 +266,14 @@ class Share(Question, frozen=True):
         return {"holders": len(self.channel), "peers": len(self.channel) - 1}
 
 
-@message.kind(41)
+@message.kind
 class Dealt(Answer, frozen=True):
     """Whose shares the client cannot open, or which are not what their dealer says it dealt."""
 
     complaints: Ids = []
 
 
-@message.kind(40)
+@message.kind
 class Deal(Question, frozen=True):
     """Who shared, what the client's neighbours among them sealed for it, and the marks of these shares."""
 
@@ -284,7 +286,7 @@ class Deal(Question, frozen=True):
         return {"peers": len(self.sealed)}
 
 
-@message.kind(34)
+@message.kind
 class Masked(Answer, frozen=True):
     """The masked vector: ring elements, 32 or 64 bits each, as signed integers; and a digest of all that the client was
     asked and computed it from, which its masks are made of."""
@@ -293,7 +295,7 @@ class Masked(Answer, frozen=True):
     asked: Annotated[Tensor, octets(None, DIGEST)]
 
 
-@message.kind(35)
+@message.kind
 class Mask(Question, frozen=True):
     """Whose shares were dealt (U2), and the method's own question, of which the answer is masked."""
 
@@ -301,7 +303,7 @@ class Mask(Question, frozen=True):
     ids: Ids
     elements: Annotated[int, Meta(ge=3, lt=2**40)]
     wide: bool
-    asked: Annotated[int, Meta(ge=1, le=255)]  # the kind of the method's question
+    asked: Annotated[int, Meta(ge=0, lt=2**24)]  # the kind of the method's question
     question: Annotated[Tensor, Shape(("bytes",), torch.uint8, 0, 255)]  # its payload
 
     def sizes(self) -> dict[str, Size]:
@@ -312,14 +314,14 @@ class Mask(Question, frozen=True):
         }
 
 
-@message.kind(36)
+@message.kind
 class Agreed(Answer, frozen=True):
     """The client's signature of who is left."""
 
     signature: Annotated[Tensor, octets(None, SIGNATURE)]
 
 
-@message.kind(37)
+@message.kind
 class Agree(Question, frozen=True):
     """Whose masked vectors arrived (U3)."""
 
@@ -327,14 +329,14 @@ class Agree(Question, frozen=True):
     alive: Ids
 
 
-@message.kind(38)
+@message.kind
 class Unmasked(Answer, frozen=True):
     """One share of one secret of each neighbour and of the client itself."""
 
     shares: Annotated[Tensor, octets("holders", SHARE)]
 
 
-@message.kind(39)
+@message.kind
 class Unmask(Question, frozen=True):
     """Who is left (U3) and who is gone (U2 without U3), how many of U2 are the client's neighbours or itself, and,
     against a malicious server, who signed that set."""

@@ -1,0 +1,70 @@
+"""Codecs in code space: codes of all clients are averaged as they are, and their mean alone is decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from msgspec.structs import replace
+from torch import Tensor
+
+from fedveil.codecs.base import Codec
+from fedveil.core.cohort import Cohort
+from fedveil.core.message import Answer, Question, Record
+from fedveil.core.seeds import Seed
+from fedveil.core.stack import ClientStack
+from fedveil.core.task import Task
+
+
+class AgreedCodec(Codec):
+    """A codec of two exchanges. Clients make an offer, the server states what the cohort agrees on, clients send codes.
+
+    offer:     a client's first answer. If offers add up, the server needs and learns their mean only
+    agreement: the server's question that states what was agreed on
+    extra:     further fields of the method's question, such as a basis that the server keeps between rounds
+    reach:     the largest magnitude in a payload; None: that of the vectors
+
+    A payload has a field `share` [1]: the weight that was put on its vector, by which the mean is divided afterwards.
+    All its tensors add up, so their sum over the clients is all that a server needs.
+    """
+
+    in_code_space: ClassVar[bool] = True
+    server_can_encode: ClassVar[bool] = False  # a mean of one is no mean
+    offer: ClassVar[type[Answer]]
+    agreement: ClassVar[type[Question]]
+    extra: ClassVar[Mapping[str, Any]] = {}
+
+    @property
+    def reach(self) -> float | None:
+        return None
+
+    def broadcast(self, task: Task, kept: Record | None) -> dict[str, Tensor]:
+        """The values of `extra`, from what the server kept of the round before."""
+        return {}
+
+    def offers(self, stack: ClientStack, vectors: Tensor, question: Any) -> list[Any]:
+        """The clients: an offer for each of the vectors [C, d]."""
+        raise NotImplementedError
+
+    def check_offer(self, task: Task, offer: Any) -> None:
+        """Raise `Refused` for an offer that fits its schema and still cannot be used."""
+
+    def agree(self, cohort: Cohort, offers: Mapping[int, Any]) -> Question:
+        """The server: what the cohort agrees on, from the offers by client, or from their sum's mean alone."""
+        raise NotImplementedError
+
+    def at(self, task: Task, agreed: Any, seed: Seed) -> Tuned:
+        """Both sides: the codec of this round. Raises `Refused` where the two sides would differ."""
+        raise NotImplementedError
+
+
+class Tuned(Codec):
+    """A codec in code space in one round. Its codes do not depend on the weights `w`."""
+
+    def merge(self, task: Task, payloads: Sequence[Any]) -> tuple[Tensor, Record | None]:
+        """Return the mean of the vectors behind the payloads [d], and what the server keeps for the next round."""
+        raise NotImplementedError
+
+    def weighed(self, payload: Any, share: Tensor) -> Any:
+        """The payload with the weight [1] that was put on its vector."""
+        return replace(payload, share=share)

@@ -1,0 +1,219 @@
+"""Averaging: clients train, the server steps along the mean of what they send. Every method that averages is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fedveil.codecs.base import Codec
+from fedveil.codecs.raw import Raw
+from fedveil.core.cohort import Cohort
+from fedveil.core.forecast import Compute, Turn
+from fedveil.core.message import Answer, Question, Size
+from fedveil.core.method import Handler, Method, State
+from fedveil.core.sampling import CohortSampler
+from fedveil.core.stack import ClientStack
+from fedveil.core.task import Task
+from fedveil.links.up import Total
+from fedveil.methods import rules
+from fedveil.methods.parts import Parts, assemble
+from fedveil.privacy.account import Account
+from fedveil.privacy.dpsgd import DpSgd
+from fedveil.privacy.secagg.protocol import SecureSum
+from fedveil.privacy.users import UserLevel
+from fedveil.train.aggregators import Aggregator
+from fedveil.train.local import LocalTraining
+from fedveil.train.optimizers import ServerOptimizer
+from fedveil.train.trainers import Correction, Minibatches, PrivateMinibatches, Trained, Trainer
+from fedveil.train.vectors import Vectors
+
+
+@dataclass(frozen=True)
+class Averaging(Method):
+    """Local training, then a step along the mean of the updates. A method overrides what it does differently.
+
+    up, down:     the codec of updates to the server, and of the server's steps to the clients (None: full weights)
+    feedback:     a client adds what the codec lost of its update to its next one (Seide et al. 2014)
+    full_rounds:  the last so many rounds send full updates and full weights (TOFU's switch₂)
+    privacy:      local training is DP-SGD, and what a client sends is private for each of its records
+    user_privacy: what is released is private for each client
+    secure:       the server learns the sum of the updates only, or of the codes; with a codec whose messages do not
+                  add up, the sum of the full rounds
+    """
+
+    vectors: ClassVar[tuple[str, ...]] = ("update",)  # what clients send, by name
+    scalars: ClassVar[Mapping[str, Any]] = {}  # numbers in the clear beside them, with their types
+    broadcasts: ClassVar[Mapping[str, Any]] = {}  # further fields of the question, with their types
+    weighted: ClassVar[bool] = True  # whether clients count by their records
+    limited: ClassVar[bool] = False  # whether a vector far longer than the cohort's median is scaled down
+
+    local: LocalTraining = field(default_factory=LocalTraining)
+    up: Codec = field(default_factory=Raw)
+    down: Codec | None = None
+    server: ServerOptimizer = field(default_factory=ServerOptimizer)
+    aggregator: Aggregator = field(default_factory=Aggregator)
+    feedback: bool = False
+    full_rounds: int = 0
+    privacy: DpSgd | None = None
+    user_privacy: UserLevel | None = None
+    secure: SecureSum | None = None
+
+    def __post_init__(self) -> None:
+        rules.validate(self)
+
+    # ------------------------------------------------------------------------------------------------ what may differ
+
+    @property
+    def trainer(self) -> Trainer:
+        """What clients do with their records."""
+        return PrivateMinibatches(self.local, self.privacy) if self.privacy else Minibatches(self.local)
+
+    def broadcast(self, state: State) -> dict[str, Tensor]:
+        """The values of `broadcasts`."""
+        return {}
+
+    def correction(self, stack: ClientStack, question: Any, w: Tensor) -> Correction | None:
+        """What is added to each local gradient of clients that train from `w` [d]; None: nothing."""
+        return None
+
+    def trained(self, stack: ClientStack, question: Any, w: Tensor, trained: Trained) -> Vectors:
+        """What leaves the clients, by name, after training from `w` [d]."""
+        return Vectors({"update": trained.update})
+
+    def combine(self, total: Total) -> Tensor:
+        """What the server steps along, [d]."""
+        return total.mean("update")
+
+    def step(self, state: State, total: Total, cohort: Cohort) -> State:
+        """The server's state after a round."""
+        return self.server.step(state, self.combine(total))
+
+    # ------------------------------------------------------------------------------------------------ a round
+
+    def round(self, state: State, cohort: Cohort) -> State:
+        parts, now = self._phase(cohort.rounds_left), self.server.training(state)
+        extra = self.broadcast(now) | parts.up.broadcast(cohort.task, now)
+        at, question, cohort = parts.down.reach(now, cohort, extra)
+        total = parts.up.collect(now, cohort, question, at)
+        after = self.step(now, total, cohort)
+        for slot, record in total.slots.items():
+            after = after.put(slot, record)
+        return self.server.published(state, parts.down.publish(now, after, cohort))
+
+    def released(self, stack: ClientStack, question: Any, w: Tensor, parts: Parts | None = None) -> Vectors:
+        """Train from `w` [d]; the vectors as they may leave: charged and, where it has to be, clipped and noised.
+        Whatever comes after looks at these and not at the records, so it costs nothing."""
+        if cost := self.client_cost(stack.task):
+            stack.charge(cost)
+        trained = self.trainer.train(stack, w, self.correction(stack, question, w))
+        x = self.trained(stack, question, w, trained)
+        for transform in (parts or self.parts).release:
+            x = transform.client(stack, x)
+        return x
+
+    def given(self, parts: Parts, stack: ClientStack, question: Any) -> tuple[Tensor, Vectors]:
+        """The weights that a question is about, and the vectors that the uplink encodes."""
+        w = parts.down.held(stack, question)
+        x = self.released(stack, question, w, parts)
+        for transform in parts.transforms:
+            x = transform.client(stack, x)
+        return w, x
+
+    @cached_property
+    def parts(self) -> Parts:
+        """The parts of an ordinary round."""
+        return assemble(self)
+
+    @cached_property
+    def phases(self) -> tuple[Parts, ...]:
+        """The parts of every kind of round. Each kind has questions of its own, so clients can tell them apart."""
+        return (self.parts, assemble(self, full=True)) if self.full_rounds else (self.parts,)
+
+    def _phase(self, rounds_left: int) -> Parts:
+        return self.phases[-1] if rounds_left < self.full_rounds else self.parts
+
+    @property
+    def handlers(self) -> Mapping[type[Question], Handler]:
+        table: dict[type[Question], Handler] = {}
+        sums: list[tuple[dict[type[Question], Handler], type[Answer]]] = []
+        for parts in self.phases:
+            answering = parts.up.answering({parts.down.question: partial(self.given, parts)})
+            table |= {**parts.down.handlers, **answering.clear}
+            for i, (own, answer) in enumerate(answering.summed):
+                sums[i:] = [({**(sums[i][0] if i < len(sums) else {}), **own}, answer)]
+        return table | self.parts.secure.stages(*sums) if sums and self.parts.secure else table
+
+    # ------------------------------------------------------------------------------------------------ what it takes
+
+    def init_state(self, task: Task) -> State:
+        rules.validate_on(self, task)
+        for parts in self.phases:
+            parts.up.validate(task)
+        if self.down:
+            self.down.validate(task)
+        return self.server.init_state(task.initial)
+
+    @property
+    def min_clients(self) -> int:
+        return self.secure.min_clients if self.secure else 0 if self.parts.trusted else 1
+
+    @property
+    def reads_rounds(self) -> bool:
+        return self.full_rounds > 0
+
+    @property
+    def promise(self) -> DpSgd | UserLevel | None:
+        return self.privacy or self.user_privacy
+
+    @property
+    def noised_sum(self) -> SecureSum | None:
+        return self.secure if self.user_privacy and self.user_privacy.where == "sum" else None
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        return (self.up, self.down) if self.down else (self.up,)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return *self.trainer.needs, *(need for codec in self.codecs for need in codec.needs)
+
+    def client_cost(self, task: Task) -> Account | None:
+        users = self.user_privacy
+        if users is None or self.parts.trusted:
+            return self.trainer.client_cost(task)
+        return users.account(task, secure=self.secure if users.where == "sum" else None, vectors=len(self.vectors))
+
+    def account(self, task: Task, sampler: CohortSampler) -> Account | None:
+        rules.validate_sampling(self, task, sampler)
+        if self.user_privacy and self.parts.trusted:
+            return self.user_privacy.account(task, sampler.rate(task))
+        return super().account(task, sampler)
+
+    def reply(self, question: Question) -> type[Answer]:
+        parts = self._asked_by(type(question))
+        return parts.up.reply(type(question)) if parts else type(question).reply
+
+    def schema(self, task: Task, question: Question, client: int) -> Mapping[str, Size]:
+        parts = self._asked_by(type(question))
+        sizes = parts.up.sizes(task, type(question), client) if parts else task.sizes
+        return {**sizes, "records": 1} if self.parts.equal else sizes
+
+    def question_sizes(self, task: Task) -> Mapping[str, Size]:
+        return {**task.sizes, **self.up.sizes(task)}
+
+    def _asked_by(self, question: type[Question]) -> Parts | None:
+        return next((parts for parts in self.phases if question in parts.questions), None)
+
+    def forecast_messages(self, task: Task, turn: Turn) -> list[Question]:
+        parts = self._phase(turn.rounds - turn.round)
+        sizes = parts.up.sizes(task, parts.down.question, turn.client)
+        *before, asked = parts.down.forecast_messages(task, turn, sizes)
+        return [*before, *parts.up.forecast_messages(self, task, asked, turn)]
+
+    def forecast_compute(self, turn: Turn) -> Compute:
+        parts = self._phase(turn.rounds - turn.round)
+        return self.trainer.forecast_compute(turn) + parts.up.forecast_compute(turn.client)

@@ -1,0 +1,60 @@
+"""FedDyn: a dynamic regularizer that makes local optima agree with the global one (Acar et al. 2021)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedveil.core import message
+from fedveil.core.cohort import Cohort
+from fedveil.core.message import Record, Weights
+from fedveil.core.method import About, State
+from fedveil.core.stack import ClientStack
+from fedveil.core.task import Task
+from fedveil.links.up import Total
+from fedveil.methods.about import raw_about
+from fedveil.methods.averaging import Averaging
+from fedveil.train.trainers import Correction, Trained
+from fedveil.train.vectors import Vectors
+
+
+@message.kind
+class Dual(Record, frozen=True):
+    """A client's ∇L_k(θ_k) in its memory, or h in the server's state."""
+
+    common = ()
+    value: Weights
+
+
+@dataclass(frozen=True)
+class FedDyn(Averaging):
+    """Local loss L_k(v) - <∇L_k, v> + (α/2)‖v - w‖² (Acar et al. 2021, algorithm 1). Clients count the same."""
+
+    name: ClassVar[str] = "feddyn"
+    about: ClassVar[About] = raw_about(
+        "FedAvg with a regularizer that each client adapts, so that local optima agree with the global one.",
+        "the weight update w_k - w (d floats)",
+        "Acar et al., Federated Learning Based on Dynamic Regularization, 2021",
+    )
+    weighted: ClassVar[bool] = False
+    alpha: float = 0.05
+
+    def init_state(self, task: Task) -> State:
+        return super().init_state(task).put(self.name, Dual(torch.zeros_like(task.initial)))
+
+    def correction(self, stack: ClientStack, question: Any, w: Tensor) -> Correction:
+        own = torch.stack([torch.zeros_like(w) if m is None else m.value.to(w) for m in stack.slot(self.name)])
+        return lambda v: self.alpha * (v - w) - own
+
+    def trained(self, stack: ClientStack, question: Any, w: Tensor, trained: Trained) -> Vectors:
+        own = [torch.zeros_like(w) if m is None else m.value.to(w) for m in stack.slot(self.name)]
+        new = torch.stack(own) - self.alpha * trained.update
+        stack.remember(self.name, [Dual(row) for row in new.cpu()])
+        return super().trained(stack, question, w, trained)
+
+    def step(self, state: State, total: Total, cohort: Cohort) -> State:
+        h = state.slots[self.name].value - self.alpha * total.clients / len(cohort.task.clients) * total.mean("update")
+        return self.server.step(state, total.mean("update") - h / self.alpha).put(self.name, Dual(h))

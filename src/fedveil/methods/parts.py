@@ -1,0 +1,94 @@
+"""The parts of a method that averages, built from its options: the one place where options become parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from fedveil.codecs.agreed import AgreedCodec
+from fedveil.codecs.base import Codec
+from fedveil.codecs.raw import Raw
+from fedveil.core.message import Question
+from fedveil.links.agreed import Agreed
+from fedveil.links.decoded import Decoded
+from fedveil.links.down import Downlink, EncodedSteps, FromInit, FullWeights, Train, TrainFrom, TrainFull, TrainHere
+from fedveil.links.payloads import Payloads, extended
+from fedveil.links.summed import Summed
+from fedveil.links.up import Uplink
+from fedveil.privacy.secagg.protocol import SecureSum
+from fedveil.train.aggregators import NoisySum
+from fedveil.train.transforms import ClipNoise, Feedback, Transform, Weigh
+
+if TYPE_CHECKING:
+    from fedveil.methods.averaging import Averaging
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a round is put together from.
+
+    release:    transforms of what training gave up to what may leave: clip, noise, weights
+    transforms: what follows them, up to the codec
+    secure:     how sums are taken, if they are
+    trusted:    whether it is the server that makes the sum private
+    equal:      whether clients count the same because the number of their records is private
+    """
+
+    release: tuple[Transform, ...]
+    transforms: tuple[Transform, ...]
+    up: Uplink
+    down: Downlink
+    secure: SecureSum | None
+    trusted: bool
+    equal: bool
+
+    @property
+    def questions(self) -> tuple[type[Question], ...]:
+        """The questions whose answers the uplink brings."""
+        return (self.down.question, *self.up.questions)
+
+
+def assemble(m: Averaging, full: bool = False) -> Parts:
+    """The parts of an ordinary round of a method, or of a full one: no codecs."""
+    codec, users = Raw() if full else m.up, m.user_privacy
+    summed = bool(users and users.where == "sum")
+    trusted, equal = summed and not m.secure, bool(m.privacy or users)
+    private: tuple[Transform, ...] = (ClipNoise(users, noise=not summed),) if users and not trusted else ()
+    feedback = (Feedback(),) if m.feedback and codec.lossy else ()
+    weigh = (Weigh(equal),) if codec.in_code_space and m.weighted else ()
+    secure = _secure(m, codec, equal)
+    scalars, counted = tuple(m.scalars.items()), m.weighted and not equal
+    up: Uplink
+    if codec.in_code_space:
+        up = Agreed(cast(AgreedCodec, codec), scalars, secure, feedback)
+    elif secure and codec.payload.additive:
+        up = Summed(secure, Payloads(codec.payload, m.vectors, scalars, m.weighted), counted, noised=summed)
+    else:
+        aggregator = NoisySum(users) if users and trusted else m.aggregator
+        payloads = Payloads(codec.payload, m.vectors, scalars, m.weighted)
+        up = Decoded(codec, payloads, aggregator, counted, m.limited, feedback)
+    down = _down(None if full else m.down, TrainFull if full else Train, {**m.broadcasts, **codec.extra})
+    return Parts(private + weigh, feedback, up, down, secure, trusted, equal)
+
+
+def _down(codec: Codec | None, plain: type[Question], extra: Mapping[str, Any]) -> Downlink:
+    fields = tuple(extra.items())
+    if codec is None:
+        return FullWeights(extended(plain, fields))
+    if codec.reference == "init":
+        return FromInit(codec, extended(TrainFrom, fields))
+    return EncodedSteps(codec, extended(TrainHere, fields))
+
+
+def _secure(m: Averaging, codec: Codec, equal: bool) -> SecureSum | None:
+    """How sums are taken. Codes and private updates have a range of their own, whatever is said of updates."""
+    how, users = m.secure, m.user_privacy
+    reach = cast(AgreedCodec, codec).reach if codec.in_code_space else None
+    if how and reach is not None:
+        how = replace(how, clip=reach)
+    elif how and users and users.where == "sum":
+        return replace(how, clip=users.clip).noised(users.sum_noise)
+    elif how and users:
+        how = replace(how, clip=users.reach)
+    return how.even() if how and equal else how

@@ -1,0 +1,207 @@
+"""What goes with what: the one table that turns a combination of options into "fine" or one sentence.
+
+A row states a combination that does not work, and what to use instead. Rows look at what parts state of themselves
+(`additive`, `in_code_space`, `server_can_encode`, …), never at their types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fedveil.core.sampling import CohortSampler
+from fedveil.core.task import Task
+
+if TYPE_CHECKING:
+    from fedveil.methods.averaging import Averaging
+
+CLIENT = 'or user_privacy.where="client"'
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row: when it applies, and the sentence."""
+
+    name: str
+    broken: Callable[[Averaging], object]
+    says: Callable[[Averaging], str]
+
+
+def _noised_sum(m: Averaging) -> bool:
+    return m.user_privacy is not None and m.user_privacy.where == "sum"
+
+
+def _set(m: Averaging, key: str) -> bool:
+    """Whether an option is used."""
+    return getattr(m, key, None) is not None
+
+
+RULES = (
+    Rule(
+        "options that the method cannot have",
+        lambda m: any(_set(m, key) for key in m.unsupported),
+        lambda m: next(f"{m.name} has no method.{key}: {m.unsupported[key]}" for key in m.unsupported if _set(m, key)),
+    ),
+    Rule(
+        "full rounds",
+        lambda m: m.full_rounds < 0,
+        lambda m: f"method.full_rounds is {m.full_rounds}; it is 0 or more",
+    ),
+    Rule(
+        "a down codec that the server cannot use",
+        lambda m: m.down and not m.down.server_can_encode,
+        lambda m: f"method.down is {m.down and m.down.name}, which is for the way up only; use another codec",
+    ),
+    Rule(
+        "codes with a robust aggregator",
+        lambda m: m.up.in_code_space and not m.aggregator.linear,
+        lambda m: (
+            f"method.aggregator.kind is {m.aggregator.kind}, but of {m.up.name}'s codes only the mean is decoded, so "
+            'there are no single updates to choose among; use mean, with user_privacy.where="client" against large ones'
+        ),
+    ),
+    Rule(
+        "codes of several vectors",
+        lambda m: m.up.in_code_space and len(m.vectors) > 1,
+        lambda m: (
+            f"{m.name} sends {len(m.vectors)} vectors ({', '.join(m.vectors)}), and {m.up.name} agrees on one scale; "
+            "use another codec, such as qsgd or top-k"
+        ),
+    ),
+    Rule(
+        "feedback with a code that never changes",
+        lambda m: m.feedback and m.up.loses_the_same,
+        lambda m: (
+            f"method.feedback adds what {m.up.name} lost to the next update, but a code that is the same in every "
+            "round never sends it; set method.up.permute=true"
+        ),
+    ),
+    Rule(
+        "secure codes with full rounds",
+        lambda m: m.secure and m.full_rounds and m.up.in_code_space,
+        lambda m: (
+            f"method.secure sums either {m.up.name}'s codes or full updates, which have another range; "
+            "set full_rounds to 0"
+        ),
+    ),
+    Rule(
+        "scalars beside a robust aggregator",
+        lambda m: m.scalars and not m.aggregator.linear,
+        lambda m: (
+            f"method.aggregator.kind is {m.aggregator.kind}, but {m.name} divides a sum of updates by a sum of "
+            f"{' and '.join(m.scalars)}; use mean"
+        ),
+    ),
+    Rule(
+        "scalars beside lossy payloads",
+        lambda m: m.scalars and m.full_rounds and m.up.in_code_space,
+        lambda m: f"{m.name} sends {m.up.name}'s codes in every round; set full_rounds to 0",
+    ),
+    Rule(
+        "two promises",
+        lambda m: m.privacy and m.user_privacy,
+        lambda m: "method.privacy is for each record, method.user_privacy for each client; set one of them",
+    ),
+    Rule(
+        "private codes",
+        lambda m: _noised_sum(m) and m.up.in_code_space,
+        lambda m: (
+            f"user_privacy clips each update before they are summed, and {m.up.name}'s are summed in code; use another "
+            f"codec, {CLIENT}"
+        ),
+    ),
+    Rule(
+        "private payloads that do not add up",
+        lambda m: _noised_sum(m) and m.secure and not m.up.payload.additive,
+        lambda m: (
+            f"{m.up.name}'s messages are not summed securely, so nobody noises them; use another codec, {CLIENT}"
+        ),
+    ),
+    Rule(
+        "a private robust aggregator",
+        lambda m: _noised_sum(m) and not m.aggregator.linear,
+        lambda m: (
+            f"method.aggregator.kind is {m.aggregator.kind}, which does not bound what one client changes; use mean, "
+            f"{CLIENT}"
+        ),
+    ),
+    Rule(
+        "a noised sum with steps down",
+        lambda m: _noised_sum(m) and not m.secure and m.down and m.down.reference == "last",
+        lambda m: (
+            f"method.down is {m.down and m.down.name}, which skips a round in which no client is in step, and the "
+            "noise with it; leave it out"
+        ),
+    ),
+    Rule(
+        "colluders without shared noise",
+        lambda m: m.user_privacy and m.user_privacy.colluders and not (_noised_sum(m) and m.secure),
+        lambda m: (
+            f"user_privacy.colluders is {m.user_privacy and m.user_privacy.colluders}, but clients share noise only "
+            'with user_privacy.where="sum" and method.secure; set it to 0'
+        ),
+    ),
+    Rule(
+        "integer noise with the PLD accountant",
+        lambda m: m.user_privacy and m.user_privacy.accountant == "pld" and _noised_sum(m) and m.secure,
+        lambda m: 'user_privacy.accountant is pld, but noise inside a secure sum is accounted by "rdp" only',
+    ),
+    Rule(
+        "nothing to sum securely",
+        lambda m: m.secure and not m.up.payload.additive and not m.full_rounds,
+        lambda m: (
+            f"a secure sum of {m.up.payload.__name__} means nothing: {m.up.name}'s messages do not add up, each has to "
+            "be decoded by itself; use a codec whose messages do, such as raw"
+        ),
+    ),
+    Rule(
+        "a secure sum with a robust aggregator",
+        lambda m: m.secure and not m.aggregator.linear,
+        lambda m: (
+            f"aggregator.kind is '{m.aggregator.kind}', which compares clients' updates one by one, and in a secure "
+            "sum the server sees none of them; use mean"
+        ),
+    ),
+)
+
+
+def broken(m: Averaging) -> Iterator[str]:
+    """The sentences of the rows that a combination breaks."""
+    return (rule.says(m) for rule in RULES if rule.broken(m))
+
+
+def validate(m: Averaging) -> None:
+    """Raise a ValueError with the first sentence, if there is one."""
+    for sentence in broken(m):
+        raise ValueError(sentence)
+
+
+def validate_on(m: Averaging, task: Task) -> None:
+    """Raise a ValueError if a codec would look at records past the noise."""
+    if m.client_cost(task):
+        for codec in dict.fromkeys(m.up.for_client(client) for client in range(len(task.clients))):
+            if codec.reads_records:
+                raise ValueError(
+                    f"{codec.name} looks at a client's records again when it encodes, past the noise of differential "
+                    f"privacy; set its {codec.reads_records}"
+                )
+
+
+def validate_sampling(m: Averaging, task: Task, sampler: CohortSampler) -> None:
+    """Raise a ValueError if cohorts are drawn so that the promise does not hold."""
+    users = m.user_privacy
+    if users is None or users.where != "sum":
+        return
+    if m.secure:
+        enough = m.secure.quorum(min(sampler.size, len(task.clients)))
+        if enough <= users.colluders:
+            raise ValueError(
+                f"user_privacy.colluders is {users.colluders}, but {enough} clients are enough for a sum, and they "
+                f"would know all of its noise; set it to {enough - 1} or less"
+            )
+    elif sampler.quorum != 1:
+        raise ValueError(
+            f"cohort.quorum is {sampler.quorum:g}, but a round that is skipped would tell who was drawn, so with "
+            "method.user_privacy whoever answers is summed; leave it at 1"
+        )
