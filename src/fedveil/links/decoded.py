@@ -65,6 +65,8 @@ class Decoded:
 
         @cache
         def merged() -> Mapping[str, Tensor]:
+            if not self.aggregator.joint:
+                return {name: self.aggregator.merge(vectors, weights, cohort) for name, vectors in rows.items()}
             whole = self.aggregator.merge(joined(list(rows.values())), weights, cohort)
             return dict(zip(rows, whole.split(widths), strict=True))
 

@@ -21,9 +21,13 @@ class Aggregating(Protocol):
     """Updates [m, d] of m clients become one update [d].
 
     quorum: whether a round needs a quorum of answers, and the server may look at single ones
+    joint:  whether all vectors of a client must be seen as one, because their norm or distance counts
     """
 
     quorum: ClassVar[bool]
+
+    @property
+    def joint(self) -> bool: ...
 
     def merge(self, updates: Tensor, weights: Tensor | None, cohort: Cohort) -> Tensor: ...
 
@@ -57,6 +61,10 @@ class Aggregator:
         """Whether it is a mean, which a sum of the updates is enough for."""
         return self.kind == "mean"
 
+    @property
+    def joint(self) -> bool:
+        return not self.linear
+
     def merge(self, updates: Tensor, weights: Tensor | None, cohort: Cohort) -> Tensor:
         """Combine the updates; without `weights` clients count the same."""
         if weights is None and self.linear:
@@ -89,6 +97,7 @@ class NoisySum:
     """
 
     quorum: ClassVar[bool] = False
+    joint: ClassVar[bool] = True
 
     how: UserLevel
 
