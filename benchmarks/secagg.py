@@ -26,19 +26,19 @@ from fedveil.privacy.secagg.protocol import Advertise, Deal, Mask, Share, Unmask
 from fedveil.privacy.skellam import SumNoise
 
 
-@message.kind(250)
+@message.kind
 class _Vector(Answer, frozen=True):
     additive = True
     update: Weights
     records: Count = 1
 
 
-@message.kind(251)
+@message.kind
 class _Give(Question, frozen=True):
     reply = _Vector
 
 
-@message.kind(252)
+@message.kind
 class _State(fv.State, frozen=True):
     pass
 

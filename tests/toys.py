@@ -57,18 +57,18 @@ def kept(path: Path) -> tuple[Any, ...]:
 Scalar = Annotated[Tensor, Shape((1,))]
 
 
-@message.kind(200)
+@message.kind
 class Number(Answer, frozen=True):
     value: Scalar
 
 
-@message.kind(201)
+@message.kind
 class First(Question, frozen=True):
     reply = Number
     value: Scalar
 
 
-@message.kind(202)
+@message.kind
 class Second(Question, frozen=True):
     reply = Number
     value: Scalar
@@ -102,12 +102,12 @@ class Twice(fv.Method):
         return [Number(v / question.value) for v in stack.recall("own")]
 
 
-@message.kind(203)
+@message.kind
 class Plain(fv.State, frozen=True):
     pass
 
 
-@message.kind(204)
+@message.kind
 class Stage(Question, frozen=True):
     """One of four stages of a toy sum; `mail` is what others sent to this client."""
 
@@ -139,17 +139,17 @@ class FourStages(fv.Method):
         return {Stage: lambda stack, question: [Number(question.value + 1) for _ in stack.clients]}
 
 
-@message.kind(205)
+@message.kind
 class Step(Record, frozen=True):
     change: Weights
 
 
-@message.kind(206)
+@message.kind
 class Digest(Answer, frozen=True):
     total: Scalar
 
 
-@message.kind(207)
+@message.kind
 class CatchUp(Question, frozen=True):
     """The steps a client has missed, oldest first."""
 
@@ -157,13 +157,13 @@ class CatchUp(Question, frozen=True):
     steps: list[Step]
 
 
-@message.kind(208)
+@message.kind
 class FollowState(fv.State, frozen=True):
     history: list[Step]
     versions: Annotated[Tensor, Shape(("clients",), torch.int64)]
 
 
-@message.kind(209)
+@message.kind
 class Followed(Record, frozen=True):
     weights: Weights
 

@@ -50,7 +50,7 @@ REASONS = {
 LIMIT = 1 << 20
 
 
-@message.kind(210)
+@message.kind
 class Everything(Answer, frozen=True):
     """One field of every form that a record can have."""
 

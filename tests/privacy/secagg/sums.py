@@ -21,14 +21,14 @@ from fedveil.privacy.secagg.masks import FixedPoint
 from toys import Plain
 
 
-@message.kind(220)
+@message.kind
 class Summand(Answer, frozen=True):
     additive = True
     update: Weights
     records: Count = 1
 
 
-@message.kind(221)
+@message.kind
 class Give(Question, frozen=True):
     reply = Summand
     weights: Weights

@@ -352,7 +352,7 @@ class TestQuestionsBefore:
         assert basis(None) == basis(held()) == basis(held(residual=DEAD))
 
     def test_memory_that_does_not_say_what_is_the_servers_is_not_summed_with(self):
-        @message.kind(229)
+        @message.kind
         class Unsaid(Record, frozen=True):
             weights: message.Weights
 

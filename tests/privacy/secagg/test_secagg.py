@@ -141,7 +141,7 @@ def test_values_beyond_the_range_are_counted_in_the_ledger():
     assert result.ledger.rows[0].metrics["clipped"] == LAST[0].clipped == beyond
 
 
-@message.kind(222)
+@message.kind
 class Parts(Answer, frozen=True):
     """Two tensors, one of a length that the question chooses, and no weight."""
 
@@ -150,7 +150,7 @@ class Parts(Answer, frozen=True):
     other: Annotated[Tensor, Shape((3,))]
 
 
-@message.kind(223)
+@message.kind
 class Ask(Question, frozen=True):
     reply = Parts
     length: int
