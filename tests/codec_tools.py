@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fedveil as fv
 from fedveil.core import message, schema
-from fedveil.core.message import Envelope
+from fedveil.core.message import Envelope, Slots
 from fedveil.data import from_tensors
 from fedveil.runs import recipe
 
@@ -39,11 +39,11 @@ def digits() -> fv.Task:
     return recipe.read("digits/fedavg", ["split.max_records=144"]).build()
 
 
-def stack_of(task: fv.Task, *clients: int, round_: int = 1, memory: list[Any] | None = None) -> fv.ClientStack:
+def stack_of(task: fv.Task, *clients: int, round_: int = 1, memory: list[Slots] | None = None) -> fv.ClientStack:
     """Clients as a method's `handlers` see them."""
     seed = fv.Seed.root(0).child("round", round_)
     notes: list[dict[str, Any]] = [{} for _ in clients]
-    return fv.ClientStack(task, clients, round_, seed, fv.Seed.root(7), memory or [None] * len(clients), notes)
+    return fv.ClientStack(task, clients, round_, seed, fv.Seed.root(7), memory or [Slots() for _ in clients], notes)
 
 
 def trained(stack: fv.ClientStack, local: fv.LocalTraining) -> Tensor:

@@ -47,7 +47,7 @@ def kept(path: Path) -> tuple[Any, ...]:
     with contextlib.closing(RunFolder(path)) as folder:
         saved = folder.load()
     assert saved
-    memory = {k: [(r, s, message.pack(record)) for r, s, record in entries] for k, entries in saved.memory.items()}
+    memory = {k: [(*e[:3], message.pack(e[3])) for e in entries] for k, entries in saved.memory.items()}
     rows = [msgspec.structs.replace(row, seconds=0) for row in fv.Ledger.read(path / "ledger.jsonl").rows]
     return saved.round, message.pack(saved.state), memory, rows
 
@@ -158,7 +158,7 @@ class CatchUp(Question, frozen=True):
 
 
 @message.kind
-class FollowState(fv.State, frozen=True):
+class FollowState(fv.State, frozen=True, kw_only=True):
     history: list[Step]
     versions: Annotated[Tensor, Shape(("clients",), torch.int64)]
 
@@ -175,7 +175,7 @@ class LastReference(fv.Method):
     name: ClassVar[str] = "toy-last"
 
     def init_state(self, task: fv.Task) -> fv.State:
-        return FollowState(task.initial, [], torch.zeros(len(task.clients), dtype=torch.int64))
+        return FollowState(task.initial, history=[], versions=torch.zeros(len(task.clients), dtype=torch.int64))
 
     def round(self, state: Any, cohort: fv.Cohort) -> fv.State:
         step = Step(torch.full_like(state.weights, float(cohort.round)))
@@ -186,16 +186,16 @@ class LastReference(fv.Method):
         for client, answer in answers.items():
             assert torch.allclose(answer.total, weights.sum()[None]), f"client {client} is out of step"
             versions[client] = len(history)
-        return FollowState(weights, history, versions)
+        return FollowState(weights, history=history, versions=versions)
 
     @property
     def handlers(self) -> Mapping[type[Question], Callable[..., Sequence[Answer]]]:
         return {CatchUp: self.follow}
 
     def follow(self, stack: fv.ClientStack, question: CatchUp) -> list[Digest]:
-        here = [stack.task.initial if m is None else m.weights for m in stack.memory]
+        here = [stack.task.initial if m is None else m.weights for m in stack.slot("followed")]
         here = [w + sum(s.change for s in question.steps) for w in here]
-        stack.remember([Followed(w) for w in here])
+        stack.remember("followed", [Followed(w) for w in here])
         return [Digest(w.sum()[None]) for w in here]
 
 
