@@ -56,7 +56,7 @@ class Summed(fv.Method):
 
     @property
     def handlers(self) -> Mapping[type[Question], Callable[..., Sequence[Answer]]]:
-        return {**self.secure.stages({Give: self.give})}
+        return {**self.secure.stages(({Give: self.give}, Summand))}
 
     def give(self, stack: fv.ClientStack, question: Give) -> list[Summand]:
         counts = stack.task.clients.sizes

@@ -20,16 +20,17 @@ from msgspec.structs import replace
 from torch import nn
 
 import fedveil as fv
+from fedveil.codecs.fedage import Send
 from fedveil.core import message
 from fedveil.core.clients import Clients
-from fedveil.core.message import Record, Refused
+from fedveil.core.message import Record, Refused, Slots
 from fedveil.core.stack import ClientStack
 from fedveil.data import from_tensors
 from fedveil.engines import kept
-from fedveil.links.agreed import Send
 from fedveil.links.down import Train, TrainFull, TrainHere
-from fedveil.links.steps import CatchUp, WeightsDigest
-from fedveil.methods.baffle.baffle import Probe, Walk
+from fedveil.links.steps import CatchUp, ClientWeights, WeightsDigest
+from fedveil.methods.baffle.baffle import Probe
+from fedveil.methods.scaffold import Control
 from fedveil.privacy import Identities, SecureSum
 from fedveil.privacy.secagg import client as summand
 from fedveil.privacy.secagg import graph, masks, shamir
@@ -49,6 +50,7 @@ from fedveil.privacy.secagg.protocol import (
     Unmasked,
     tensor,
 )
+from fedveil.train.transforms import Residuals
 from privacy.secagg.sums import LAST, Give, Only, Summed, Transport, expected, letter, rounding
 from privacy.secagg.sums import given as given_by
 from toys import linear_task
@@ -183,6 +185,7 @@ def indifferent(monkeypatch) -> None:
 
 
 MOMENTS = {"first": torch.zeros_like(DEAD), "second": torch.zeros_like(DEAD)}
+SCAFFOLD = fv.Scaffold(LOCAL, secure=SecureSum())
 BAFFLE = fv.Baffle(directions=40, secure=SecureSum(clip=16.0))
 # What is summed, and how clients are told apart: each by another way on which weights reach them.
 SUMS: dict[str, tuple[fv.Method, Callable[[int, Any], Any]]] = {
@@ -196,7 +199,11 @@ SUMS: dict[str, tuple[fv.Method, Callable[[int, Any], Any]]] = {
     ),
     "slopes": (BAFFLE, dead_inside(Probe)),
     "slopes, with replay": (dataclasses.replace(BAFFLE, down="replay"), dead_before(CatchUp, **MOMENTS)),
-    "forward-only updates": (dataclasses.replace(BAFFLE, level="epoch", local=LOCAL), dead_inside(Walk)),
+    "forward-only updates": (
+        fv.BaffleEpochs(directions=40, local=LOCAL, secure=SecureSum(clip=16.0)),
+        dead_inside(Train),
+    ),
+    "updates and controls": (SCAFFOLD, dead_inside(SCAFFOLD.parts.down.question)),
 }
 
 
@@ -302,7 +309,7 @@ class TestQuestionsBefore:
         clients = Clients(fv.FedAge(LOCAL, AGE), TASK, bytes(8), fv.Seed.root(0))
         for serial, each in enumerate(sequence):
             clients.answer([letter(Train(self.WEIGHTS[each]), 0, bytes(8), serial=serial)])
-        stack = ClientStack(TASK, (0,), 1, fv.Seed.root(0), fv.Seed.root(0), [None], [clients.notes[0]])
+        stack = ClientStack(TASK, (0,), 1, fv.Seed.root(0), fv.Seed.root(0), [Slots()], [clients.notes[0]])
         (basis,) = stack.basis(Send.kind, message.pack(Send(1.0, AGE.digest)))
         return basis, clients.notes[0]["vector"]
 
@@ -320,7 +327,7 @@ class TestQuestionsBefore:
 
     def test_notes_that_came_after_are_forgotten_with_it(self):
         """Or a note of a question that is no longer bound would still be there to be summed."""
-        stack = ClientStack(TASK, (0,), 1, fv.Seed.root(0), fv.Seed.root(0), [None], [{}])
+        stack = ClientStack(TASK, (0,), 1, fv.Seed.root(0), fv.Seed.root(0), [Slots()], [{}])
         for payload, name in ((b"a", "first"), (b"b", "second")):
             with stack.followed(200, payload):
                 stack.notes[0][name] = payload
@@ -332,7 +339,7 @@ class TestQuestionsBefore:
     def test_a_note_of_a_question_that_failed_is_bound_too(self):
         bases = []
         for payload in (b"a", b"b"):
-            stack = ClientStack(TASK, (0,), 1, fv.Seed.root(0), fv.Seed.root(0), [None], [{}])
+            stack = ClientStack(TASK, (0,), 1, fv.Seed.root(0), fv.Seed.root(0), [Slots()], [{}])
             with contextlib.suppress(RuntimeError), stack.followed(200, payload):
                 stack.notes[0]["vector"] = torch.ones(1)
                 raise RuntimeError
@@ -341,15 +348,25 @@ class TestQuestionsBefore:
 
     def test_what_a_client_holds_is_bound_and_what_is_its_own_is_not(self):
         def basis(memory):
-            stack = ClientStack(TASK, (0,), 1, fv.Seed.root(0), fv.Seed.root(0), [memory], [{}])
+            stack = ClientStack(TASK, (0,), 1, fv.Seed.root(0), fv.Seed.root(0), [Slots(memory)], [{}])
             return stack.basis(TrainHere.kind, b"")[0]
 
-        held = fv.links.down.ClientMemory
-        same = [basis(held(3, DEAD, residual=each)) for each in (None, DEAD, TASK.initial)]
+        def down(*held):
+            return {"down": ClientWeights(*held)}
+
+        owns = [{}, *({"feedback": Residuals([each]), "scaffold": Control(each)} for each in (DEAD, TASK.initial))]
+        same = [basis(down(3, DEAD) | own) for own in owns]
         assert len(set(same)) == 1
-        others = [held(4, DEAD), held(3, TASK.initial), held(3, DEAD, DEAD), held(3, DEAD, None, DEAD), None]
+        others = [down(4, DEAD), down(3, TASK.initial), down(3, DEAD, DEAD), down(3, DEAD, None, DEAD), {}]
         assert len({*same, *map(basis, others)}) == 6
-        assert basis(None) == basis(held()) == basis(held(residual=DEAD))
+        assert len({basis(slots | own) for slots in ({}, down()) for own in owns}) == 1
+
+    def test_the_same_weights_in_another_slot_are_another_basis(self):
+        bases = [
+            ClientStack(TASK, (0,), 1, fv.Seed.root(0), fv.Seed.root(0), [Slots(memory)], [{}]).basis(1, b"")[0]
+            for memory in ({"down": ClientWeights(3, DEAD)}, {"other": ClientWeights(3, DEAD)})
+        ]
+        assert bases[0] != bases[1]
 
     def test_memory_that_does_not_say_what_is_the_servers_is_not_summed_with(self):
         @message.kind
@@ -358,7 +375,7 @@ class TestQuestionsBefore:
 
         class Remembering(Summed):
             def give(self, stack, question):
-                stack.remember([Unsaid(question.weights)] * len(stack))
+                stack.remember("toy", [Unsaid(question.weights)] * len(stack))
                 return super().give(stack, question)
 
         toy = linear_task(4)
@@ -393,7 +410,7 @@ class TestPlantedMemory:
 
         def hasty(self, stack, question):
             answers = true(self, stack, question)
-            stack.remember([note.pop(PENDING, None) for note in stack.notes])
+            stack.remember("feedback", [note.pop(PENDING, Slots()).get("feedback") for note in stack.notes])
             return answers
 
         monkeypatch.setattr(Summand, "mask", hasty)
@@ -405,7 +422,7 @@ class TestPlantedMemory:
         engine = Transport()
         fv.run(TASK, self.METHOD, rounds=1, cohort=N, engine=engine)
         memory = engine._clients.memory
-        assert all(memory.before(k, 2, 0).residual.any() for k in range(N))
+        assert all(memory.before(k, 2, 0)["feedback"].lost[0].any() for k in range(N))
 
 
 def _all_dead(client: int, question: Any) -> Any:
