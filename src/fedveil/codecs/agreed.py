@@ -3,24 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from msgspec.structs import replace
 from torch import Tensor
 
 from fedveil.codecs.base import Codec
+from fedveil.core import message
 from fedveil.core.cohort import Cohort
-from fedveil.core.message import Answer, Question, Record
+from fedveil.core.message import Answer, Question, Record, Shape
 from fedveil.core.seeds import Seed
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 
 
+@message.kind
+class Offer(Answer, frozen=True):
+    """A vector, of which the server needs the mean over the clients."""
+
+    additive = True
+    vector: Annotated[Tensor, Shape(("offer",))]
+
+
+@message.kind
+class Agreement(Question, frozen=True):
+    """The vector that the cohort agrees on."""
+
+    reply = Answer  # the codec's payload
+    vector: Annotated[Tensor, Shape(("agreed",))]
+
+
+@message.kind
+class SharedCode(Answer, frozen=True):
+    """A code, and the weight that was put on the vector behind it."""
+
+    additive = True
+    code: Annotated[Tensor, Shape(("code",))]
+    share: Annotated[Tensor, Shape((1,), low=1e-9, high=1)]
+
+
 class AgreedCodec(Codec):
     """A codec of two exchanges. Clients make an offer, the server states what the cohort agrees on, clients send codes.
 
-    offer:     a client's first answer. If offers add up, the server needs and learns their mean only
-    agreement: the server's question that states what was agreed on
+    offer:     a client's first answer, by default a vector. If offers add up, the server needs their mean only
+    agreement: the server's question that states what was agreed on, by default a vector
     extra:     further fields of the method's question, such as a basis that the server keeps between rounds
     reach:     the largest magnitude in a payload; None: that of the vectors
 
@@ -30,8 +56,9 @@ class AgreedCodec(Codec):
 
     in_code_space: ClassVar[bool] = True
     server_can_encode: ClassVar[bool] = False  # a mean of one is no mean
-    offer: ClassVar[type[Answer]]
-    agreement: ClassVar[type[Question]]
+    payload: ClassVar[type[Answer]] = SharedCode
+    offer: ClassVar[type[Answer]] = Offer
+    agreement: ClassVar[type[Question]] = Agreement
     extra: ClassVar[Mapping[str, Any]] = {}
 
     @property
