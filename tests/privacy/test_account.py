@@ -11,7 +11,8 @@ from fedveil.core.memory import Memory
 from fedveil.core.message import Envelope, pack
 from fedveil.engines import LocalEngine as Engine
 from fedveil.engines import kept
-from fedveil.links.down import ClientMemory, Train
+from fedveil.links.down import Train
+from fedveil.links.steps import ClientWeights
 from fedveil.privacy.account import Account, Tally
 from fedveil.privacy.accountant import Noised, epsilon
 from fedveil.runs.folder import RunError, RunFolder
@@ -34,17 +35,17 @@ def cost(answers: int) -> float:
 
 
 def test_what_was_spent_stays_while_the_memory_of_a_round_is_replaced():
-    memory, first, again = Memory(), ClientMemory(1), ClientMemory(2)
+    memory, first, again = Memory(), ClientWeights(1), ClientWeights(2)
     price = private().client_cost(linear_task())
     memory.charge(3, bytes(8), price)
     for record in (first, again):
-        memory.keep(3, 1, 0, record)
+        memory.keep(3, 1, 0, {"down": record})
         memory.charge(3, bytes(8), price)
     assert memory.spent(3) == {STEPS: 3}
-    assert memory.before(3, 1, 0) is None
-    assert memory.before(3, 1, 1) is again
-    memory.keep(3, 2, 0, first)
-    memory.keep(3, 3, 0, first)
+    assert not memory.before(3, 1, 0)
+    assert memory.before(3, 1, 1)["down"] is again
+    memory.keep(3, 2, 0, {"down": first})
+    memory.keep(3, 3, 0, {"down": first})
     assert memory.spent(3) == {STEPS: 3}
     assert [e[:2] for e in memory.entries[3]] == [(0, 0), (2, 0), (3, 0)]
     assert not memory.spent(4)
@@ -72,7 +73,7 @@ def test_a_question_that_is_asked_again_is_charged_again_and_refused_over_budget
 class Broken(fv.FedAvg):
     """Training fails, and its words quote records."""
 
-    def update(self, stack, w):
+    def correction(self, stack, question, w):  # called before the records are looked at
         SEEN.append(dict(CLIENTS[0].memory.spent(stack.clients[0])))
         raise RuntimeError(f"a record is {float(stack.task.x[0, 0])}")
 
@@ -98,8 +99,8 @@ def test_a_refusal_of_its_own_answer_tells_no_value(caplog):
     """FedLAP-DP with weights × 100 once answered "images reaches from -5657.06 to 7754.15", at no cost, without end."""
 
     class Wild(fv.FedAvg):
-        def update(self, stack, w):
-            return super().update(stack, w) + 1e7
+        def trained(self, stack, question, w, trained):
+            return super().trained(stack, question, w, trained).map(lambda _, update: update + 1e7)
 
     method = Wild(LOCAL, privacy=fv.DpSgd(delta=1e-3, budget=cost(2) * 1.001))
     clients = Clients(method, linear_task(), bytes(8), fv.Seed.root(0))
@@ -127,10 +128,10 @@ def test_a_stack_that_is_halved_is_charged_once():
     """One delivery is one charge, however often its stack is cut down to the client that fails."""
 
     class Failing(fv.FedAvg):
-        def update(self, stack, w):
+        def correction(self, stack, question, w):
             if 2 in stack.clients:
                 raise RuntimeError("out of luck")
-            return super().update(stack, w)
+            return super().correction(stack, question, w)
 
     task, method = linear_task(), Failing(LOCAL, privacy=fv.DpSgd(delta=1e-3))
     federation = fv.Federation(task, method, Engine(workers=1), fv.CohortSampler(size=4), fv.Seed.root(0))
@@ -290,7 +291,7 @@ def test_a_budget_is_that_of_the_client_and_not_of_a_run(tmp_path):
 
 def test_a_deployed_clients_charge_is_on_its_disk_before_it_looks_at_records(tmp_path):
     class Looking(fv.FedAvg):
-        def update(self, stack, w):
+        def correction(self, stack, question, w):
             found.append((tmp_path / "account-2.fv").read_bytes())
             raise MemoryError("killed")
 

@@ -29,11 +29,11 @@ BUDGETS = [epsilon([Noised(1.0, 2 / 6, n)], 1e-3) * 1.0001 for n in (1, 2, 4)]
 class Fickle(fv.FedAvg):
     """Training that fails, or gives what no answer may hold, when the question's first weight says so."""
 
-    def update(self, stack, w):
+    def trained(self, stack, question, w, trained):
         if float(w[0]) == 7:
             raise MemoryError("out of memory")
         change = torch.full_like(w, 1e9 if float(w[0]) == 8 else 0.0)
-        return super().update(stack, w) + change
+        return super().trained(stack, question, w, trained).map(lambda _, update: update + change)
 
 
 def method(budget: float) -> fv.FedAvg:

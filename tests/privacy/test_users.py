@@ -12,6 +12,7 @@ import fedveil as fv
 from codec_tools import stack_of
 from fedveil.core.loop import private_root
 from fedveil.engines import LocalEngine as Engine
+from fedveil.links.down import Train
 from fedveil.privacy import skellam
 from fedveil.privacy.account import Tally
 from fedveil.privacy.accountant import Noised, Skellam, epsilon
@@ -131,10 +132,10 @@ def test_the_fewest_clients_that_a_secure_sum_accepts_have_all_of_the_noise_with
 def test_nothing_is_added_to_an_update_before_the_secure_sum_noises_it():
     task = linear_task()
     method = fv.FedAvg(LOCAL, user_privacy=SUM, secure=fv.SecureSum())
-    found = method.released(stack_of(task, 0, 1, 2, 3), task.initial)
+    found = method.released(stack_of(task, 0, 1, 2, 3), Train(task.initial), task.initial)["update"]
     expected = LOCAL.train(stack_of(task, 0, 1, 2, 3), task.initial)[0] - task.initial
     torch.testing.assert_close(found, cut(expected, 0.2))
-    assert method.summing.clip == 0.2
+    assert method.parts.secure.clip == 0.2
 
 
 def test_a_secure_sum_of_private_updates_is_divided_by_the_public_number():
@@ -258,8 +259,8 @@ def test_each_client_is_drawn_by_itself():
     [
         ({"up": fv.FedAgeCodec(block=4, width=0)}, "fedage's are summed in code; use another codec"),
         ({"up": fv.TofuCodec(), "secure": fv.SecureSum(), "full_rounds": 1}, "tofu's messages are not summed securely"),
-        ({"aggregator": fv.Aggregator("median")}, "method.aggregator.kind is median, which bounds nobody's part"),
-        ({"down": fv.Qsgd()}, "method.down is qsgd, which skips a round without anybody in step"),
+        ({"aggregator": fv.Aggregator("median")}, "method.aggregator.kind is median, which does not bound what one client changes"),
+        ({"down": fv.Qsgd()}, "method.down is qsgd, which skips a round in which no client is in step"),
     ],
 )
 def test_what_a_sum_would_not_bound_is_refused(given, sentence):

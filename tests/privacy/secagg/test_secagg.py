@@ -170,7 +170,7 @@ class Several(Summed):
 
     @property
     def handlers(self):
-        return self.secure.stages({Ask: self.parts})
+        return self.secure.stages(({Ask: self.parts}, Parts))
 
     def parts(self, stack, question):
         drawn = [given_by(k, 2 * question.length + 3) for k in stack.clients]
@@ -534,5 +534,5 @@ def test_a_weight_that_the_clients_cannot_have_costs_the_round_and_not_the_run(w
 
 def test_what_is_summed_cannot_be_asked_in_the_clear():
     clients = fv.core.clients.Clients(Summed(), TASK, bytes(8), fv.Seed.root(0))
-    with pytest.raises(fv.Refused, match="wrong kind: toy-summed has no question of kind 221"):
+    with pytest.raises(fv.Refused, match=f"wrong kind: toy-summed has no question of kind {Give.kind}"):
         clients.answer([letter(Give(TASK.initial), 0, bytes(8))])
