@@ -1,5 +1,6 @@
 """Federated learning in which no raw gradient has to leave a client."""
 
+from fedveil.codecs.agreed import AgreedCodec, Tuned
 from fedveil.codecs.base import Codec
 from fedveil.codecs.fedage import FedAgeCodec
 from fedveil.codecs.fedsynth import FedSynthCodec
@@ -21,6 +22,7 @@ from fedveil.core.seeds import Seed
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.data import Data, Split, load, split
+from fedveil.links.up import Total
 from fedveil.methods.averaging import Averaging
 from fedveil.methods.baffle.baffle import Baffle
 from fedveil.methods.baffle.epochs import BaffleEpochs
@@ -40,6 +42,8 @@ from fedveil.runs.recipe import Recipe
 from fedveil.train.aggregators import Aggregator
 from fedveil.train.local import LocalTraining
 from fedveil.train.optimizers import ServerOptimizer
+from fedveil.train.trainers import Trained
+from fedveil.train.vectors import Vectors
 
 __version__ = "0.3.0"
 
@@ -47,6 +51,7 @@ __all__ = [
     "METHODS",
     "About",
     "Aggregator",
+    "AgreedCodec",
     "Answer",
     "Answers",
     "Averaging",
@@ -95,7 +100,11 @@ __all__ = [
     "Tofu",
     "TofuCodec",
     "TopK",
+    "Total",
+    "Trained",
+    "Tuned",
     "UserLevel",
+    "Vectors",
     "Zstd",
     "load",
     "run",
