@@ -12,10 +12,11 @@ import torch
 import fedveil as fv
 from fedveil.core.clients import Letter, Reply
 from fedveil.core.loop import NoUsableAnswers
-from fedveil.core.memory import Memory
+from fedveil.core.memory import Memory, Spent
 from fedveil.core.message import Envelope, Refused
 from fedveil.engines import LocalEngine
 from fedveil.methods.scaffold import Control
+from fedveil.train.vectors import Vectors
 from toys import First, FourStages, LastReference, OtherProcess, Tamper, Twice, linear_task
 
 SHAPES = [
@@ -100,16 +101,41 @@ def test_notes_are_gone_when_the_round_closes():
 
 def test_memory_asked_again_for_a_round_gives_what_was_there_before_it():
     memory, a, b, c = Memory(), *(Control(torch.full((2,), float(i))) for i in range(3))
-    assert memory.before(7, 1, 0) is None
-    memory.keep(7, 1, 0, a)
-    memory.keep(7, 3, 0, b)
-    assert memory.before(7, 3, 0) is a
-    assert memory.before(7, 3, 1) is b
-    memory.keep(7, 3, 0, c)  # the round is run again
-    assert memory.before(7, 4, 0) is c
-    assert memory.before(7, 3, 0) is a
-    memory.keep(7, 5, 0, b)
+    assert not memory.before(7, 1, 0)
+    memory.keep(7, 1, 0, {"part": a})
+    memory.keep(7, 3, 0, {"part": b})
+    assert memory.before(7, 3, 0)["part"] is a
+    assert memory.before(7, 3, 1)["part"] is b
+    memory.keep(7, 3, 0, {"part": c})  # the round is run again
+    assert memory.before(7, 4, 0)["part"] is c
+    assert memory.before(7, 3, 0)["part"] is a
+    memory.keep(7, 5, 0, {"part": b})
     assert len(memory.entries[7]) == 2
+
+
+def test_each_part_finds_what_it_kept_last_whatever_others_keep():
+    memory, a, b, c, d = Memory(), *(Control(torch.full((2,), float(i))) for i in range(4))
+    memory.keep(7, 1, 0, {"one": a, "two": b})
+    memory.keep(7, 2, 1, {"two": c})
+    assert dict(memory.before(7, 2, 1)) == {"one": a, "two": b}
+    assert dict(memory.before(7, 3, 0)) == {"one": a, "two": c}
+    memory.keep(7, 4, 0, {"two": d})
+    assert memory.entries[7] == [(1, 0, "one", a), (2, 1, "two", c), (4, 0, "two", d)]
+    assert dict(memory.before(7, 4, 0)) == {"one": a, "two": c}
+    assert not memory.before(8, 4, 0)
+
+
+def test_a_question_asked_again_voids_what_later_ones_left_in_every_part():
+    memory, a, b, c, d = Memory(), *(Control(torch.full((2,), float(i))) for i in range(4))
+    memory.open_account(7, Spent([]))
+    memory.keep(7, 1, 0, {"one": a})
+    memory.keep(7, 2, 0, {"one": b})
+    memory.keep(7, 2, 1, {"one": c, "two": c})
+    memory.keep(7, 2, 2, {"two": d})
+    memory.keep(7, 2, 0, {"one": d})  # the server was killed and repeats the round
+    assert [entry[:3] for entry in memory.entries[7]] == [(0, 0, "account"), (1, 0, "one"), (2, 0, "one")]
+    assert dict(memory.before(7, 2, 1)) == {"one": d}
+    assert dict(memory.before(7, 2, 0)) == {"one": a}
 
 
 def test_drop_outs_are_counted_down_but_not_up():
@@ -161,7 +187,7 @@ def test_a_run_that_never_learned_anything_warns_at_its_end():
     """20 of 20 answers of a private run failed: it charged an ε of 6, never moved a weight and returned normally."""
 
     class Failing(fv.FedAvg):
-        def update(self, stack, w):
+        def trained(self, stack, question, w, trained):
             raise ArithmeticError("no layer for this")
 
     with pytest.warns(RuntimeWarning) as told:
@@ -244,8 +270,9 @@ def test_only_narrows_and_never_widens():
 
 def test_the_cosine_of_each_layer_is_in_the_ledger():
     class Known(fv.FedAvg):
-        def update(self, stack, w):
-            return torch.tensor([[3.0, 0, 0, 4.0, 0, 0, 0, 1.0]]).expand(len(stack), -1)  # weight [2, 3], bias [2]
+        def trained(self, stack, question, w, trained):
+            own = torch.tensor([[3.0, 0, 0, 4.0, 0, 0, 0, 1.0]])  # weight [2, 3], bias [2]
+            return Vectors({"update": own.expand(len(stack), -1)})
 
     metrics = fv.run(linear_task(), Known(up=fv.TopK(share=1 / 8)), rounds=1, cohort=2).ledger.rows[0].metrics
     assert metrics["cosine/weight"] == pytest.approx(4 / 5)

@@ -1,5 +1,6 @@
 """Records become bytes and bytes become records, bit for bit; whatever else arrives is refused and costs nothing."""
 
+import hashlib
 import pickle
 import random
 import resource
@@ -32,22 +33,28 @@ from fedveil.core.message import (
     Record,
     Refused,
     Shape,
+    Slots,
     Weights,
     frame,
+    moved,
     pack,
     prefix,
     unframe,
     unpack,
 )
+from fedveil.core.method import State
 from fedveil.core.schema import check, size_limit
 from fedveil.links.down import Train
-from fedveil.methods.qfedavg import FairUpdate
+from fedveil.methods.qfedavg import QFedAvg
+from fedveil.methods.scaffold import Control
+from fedveil.train.optimizers import Moments
 
 REASONS = {
     *("truncated", "trailing bytes", "too large", "malformed", "not a frame", "wrong version", "wrong kind"),
     *("wrong field", "wrong dtype", "wrong shape"),
 }
 LIMIT = 1 << 20
+FairUpdate = QFedAvg().parts.up.payloads.record  # an update and a number
 
 
 @message.kind
@@ -107,6 +114,8 @@ def bits(value):
         return type(value), [bits(getattr(value, name)) for name in value.__struct_fields__]
     if isinstance(value, list):
         return [bits(item) for item in value]
+    if isinstance(value, Slots):
+        return {name: bits(record) for name, record in value.items()}
     return struct.pack("<d", value) if isinstance(value, float) else value
 
 
@@ -118,6 +127,12 @@ def with_head(head: bytes, body: bytes = b"", record: type[Record] = Update) -> 
     """A frame with any head."""
     padding = bytes(-(4 + len(head)) % 8)
     return prefix(record.kind, Envelope()) + struct.pack("<I", len(head)) + head + padding + body
+
+
+def of_kind(data: bytes, number: int) -> bytes:
+    """The bytes with the number of another kind."""
+    low, high = bytes([number & 0xFF]), (number >> 8).to_bytes(2, "little")
+    return data[:3] + low + data[4:22] + high + data[24:]
 
 
 def refusal(data: bytes, record: type[Record] = Update) -> str:
@@ -176,7 +191,7 @@ def test_the_format_is_this_one():
     """If this fails, the format has changed: raise VERSION, and say what becomes of old run folders."""
     where = Envelope(run=bytes(range(8)), round=258, client=7, serial=3)
     golden = bytes.fromhex(
-        "4656 01 03 0001020304050607 02010000 07000000 0300 0000"  # FV, version, kind, run, round, client, serial, 0
+        "4656 02 77 0001020304050607 02010000 07000000 0300 3664"  # FV, version, kind, run, round, client, serial
         "06000000 92 92 00 91 03 2a 000000000000"  # head: [[float32, [3]], 42], padded
         "0000803f 000000c0 0000003f 00000000"  # body: 1, -2, 0.5, padded
     )
@@ -185,6 +200,59 @@ def test_the_format_is_this_one():
     found, there = unframe(golden, {Update.kind: Update}, 1000)
     assert (bits(found), there) == (bits(record), where)
     assert DTYPES.index(torch.uint32) == 9, "the codes of dtypes are part of the format"
+
+
+# ---------------------------------------------------------------------------------------------- slots
+
+
+@message.kind
+class Nested(State, frozen=True):
+    """A record with slots of its own, to lie in a slot of another."""
+
+
+def test_slots_come_back_bit_for_bit_also_from_within_a_slot():
+    inner = Nested(torch.tensor([float("nan"), -0.0]), Slots({"own": Control(torch.ones(3))}))
+    state = State(torch.arange(3.0)).put("server", Moments(torch.ones(2), None)).put("a part: ä", inner)
+    data = frame(state, Envelope(round=4))
+    found, where = unframe(data, {State.kind: State}, len(data))
+    assert bits(found) == bits(state)
+    assert list(found.slots) == ["server", "a part: ä"]
+    assert type(found.slots["a part: ä"].slots["own"]) is Control
+    assert where.round == 4
+    assert frame(found, where) == data
+    assert message.size(state) == len(data)
+    assert bits(moved(state, "cpu")) == bits(state)
+    assert not unframe(frame(State(torch.ones(2)), Envelope()), {State.kind: State}, LIMIT)[0].slots
+
+
+def test_slots_may_be_longer_than_other_heads():
+    state = State(torch.ones(1)).put("server", Moments(torch.arange(40_000.0)))
+    assert bits(read(frame(state, Envelope()), State)) == bits(state)
+
+
+def test_putting_a_record_into_a_slot_leaves_the_other_slots_and_the_state_before():
+    before = State(torch.ones(1)).put("one", Control(torch.zeros(1)))
+    after = before.put("two", Control(torch.ones(1))).put("one", Control(torch.ones(1)))
+    assert (list(before.slots), list(after.slots)) == (["one"], ["one", "two"])
+    assert before.slots["one"].control == 0
+    assert after.slots["one"].control == 1
+    assert after.slots.get("three") is None
+
+
+BROKEN_SLOTS = {
+    "no map": ([], "wrong field"),
+    "nil": (None, "wrong field"),
+    "a number in a frame's place": ({"one": 3}, "wrong field"),
+    "a number for a name": ({3: frame(Control(torch.ones(1)), Envelope())}, "wrong field"),
+    "an empty frame": ({"one": b""}, "truncated"),
+    "a frame cut off": ({"one": frame(Control(torch.ones(1)), Envelope())[:-1]}, "truncated"),
+    "a kind that nobody has": ({"one": prefix(0, Envelope()) + pack(Control(torch.ones(1)))}, "wrong kind"),
+}
+
+
+@pytest.mark.parametrize(("slots", "reason"), BROKEN_SLOTS.values(), ids=BROKEN_SLOTS)
+def test_broken_slots_are_refused(slots, reason):
+    assert refusal(with_head(msgspec.msgpack.encode([[0, [1]], slots]), bytes(8), State), State) == reason
 
 
 # ---------------------------------------------------------------------------------------------- what cannot be sent
@@ -214,30 +282,45 @@ def test_objects_and_long_lists_are_not_written():
 # ---------------------------------------------------------------------------------------------- the table of kinds
 
 
-def test_a_kind_is_given_once():
+def test_a_kind_is_derived_from_the_top_package_and_the_name():
+    """A record may move within its package. If this fails, the format has changed: raise VERSION."""
+    assert (Update.kind, State.kind) == (0x643677, 0x99265A)
+    assert Update.kind == int.from_bytes(hashlib.blake2b(b"fedveil.Update", digest_size=3).digest(), "little")
+
+
+def named(name: str, module: str = "elsewhere.here") -> type[Answer]:
+    return type(name, (Answer,), {"__module__": module, "__qualname__": name}, frozen=True)
+
+
+def test_two_records_of_one_name_in_a_package_collide():
     before = dict(KINDS)
-    with pytest.raises(ValueError, match="kind 3 of Mine is taken by Update; choose another from 128 to 255"):
-        message.kind(3)(type("Mine", (Answer,), {}, frozen=True))
-    namesake = type("Update", (Answer,), {"__qualname__": "Update"}, frozen=True)
-    with pytest.raises(ValueError, match="kind 3 of Update is taken"):
-        message.kind(3)(namesake)
-    for number in (0, -1, 256):
-        with pytest.raises(ValueError, match="does not fit a byte"):
-            message.kind(number)(type("Mine", (Answer,), {}, frozen=True))
+    told = (
+        f"the records fedveil.codecs.raw.Update and fedveil.mine.Update have the same kind, {Update.kind}, "
+        "because of their names; rename one of them"
+    )
+    with pytest.raises(ValueError, match=told):
+        message.kind(named("Update", "fedveil.mine"))
     assert before == KINDS
+    assert KINDS[Update.kind] is Update
+
+
+def test_records_of_one_name_in_two_packages_have_two_kinds():
+    other = message.kind(named("Update"))
+    try:
+        assert other.kind != Update.kind
+        assert (KINDS[other.kind], KINDS[Update.kind]) == (other, Update)
+    finally:
+        del KINDS[other.kind]
 
 
 def test_a_module_that_is_loaded_again_keeps_its_kinds():
-    try:
-        for _ in range(2):
-            again = message.kind(255)(type("Again", (Answer,), {}, frozen=True))
-        assert KINDS[255] is again
-    finally:
-        del KINDS[255]
+    for _ in range(2):
+        again = message.kind(named("Again"))
+    assert KINDS.pop(again.kind) is again
 
 
 def test_every_kind_of_the_table_knows_its_number():
-    assert all(record.kind == number for number, record in KINDS.items())
+    assert all(record.kind == number < 2**24 for number, record in KINDS.items())
 
 
 # ---------------------------------------------------------------------------------------------- what must be refused
@@ -256,9 +339,11 @@ BROKEN = {
     "other magic": (b"PK" + HONEST[2:], "not a frame"),
     "a pickle": (pickle.dumps(list(range(20))), "not a frame"),
     "another version": (HONEST[:2] + bytes([VERSION + 1]) + HONEST[3:], "wrong version"),
-    "another kind": (HONEST[:3] + bytes([Train.kind]) + HONEST[4:], "wrong kind"),
-    "a kind that nobody has": (HONEST[:3] + b"\xfe" + HONEST[4:], "wrong kind"),
-    "something in the reserved bytes": (HONEST[:22] + b"\1" + HONEST[23:], "not a frame"),
+    "another kind": (of_kind(HONEST, Train.kind), "wrong kind"),
+    "a kind that nobody has": (of_kind(HONEST, 0xFEFEFE), "wrong kind"),
+    "a kind with another high byte": (of_kind(HONEST, Update.kind ^ 1 << 16), "wrong kind"),
+    "a kind with another middle byte": (of_kind(HONEST, Update.kind ^ 1 << 8), "wrong kind"),
+    "a kind with another low byte": (of_kind(HONEST, Update.kind ^ 1), "wrong kind"),
     "something in the head's padding": (HONEST[:38] + b"\1" + HONEST[39:], "malformed"),
     "something in the body's padding": (HONEST[:-1] + b"\1", "malformed"),
     "more than was expected": (HONEST + bytes(LIMIT), "too large"),
@@ -334,9 +419,9 @@ def test_a_head_full_of_lists_costs_no_more_than_its_own_length_allows():
 def hold(data: bytes) -> None:
     """Read bytes as each kind of record; only `Refused` may come of it."""
     reasons = []
-    for record in (Update, FairUpdate, Everything):
+    for record in (Update, FairUpdate, Everything, State):
         try:
-            check(read(bytes([*data[:3], record.kind]) + data[4:], record), {"weights": 3, "any": (2, 2), "records": 9})
+            check(read(of_kind(data, record.kind), record), {"weights": 3, "any": (2, 2), "records": 9})
         except Refused as error:
             reasons.append(error.reason)
     assert set(reasons) <= REASONS | {"not finite", "out of range"}
@@ -378,6 +463,7 @@ def test_thousands_of_damaged_frames_are_refused_or_right():
     rng = random.Random(0)
     seeds = [HONEST, frame(FairUpdate(torch.ones(3), 0.5), Envelope())]
     seeds.append(frame(Everything(torch.ones(2, 2), [torch.ones(4)], None, 7, 0.5, [1.0], b"x", []), Envelope()))
+    seeds.append(frame(State(torch.ones(3)).put("server", Moments(torch.ones(3))), Envelope()))
     for i in range(30_000):
         hold(damaged(seeds[i % len(seeds)], rng))
 

@@ -264,7 +264,7 @@ def unpack(payload: bytes | memoryview, record: type[R]) -> R:
     def settle(expected: type, value: Any) -> Any:
         nonlocal at
         if expected is Slots:
-            return Slots({str(name): unfold(kept) for name, kept in value.items()})
+            return _slots(value)
         dtype, shape = _described(value)
         start, size = at, math.prod(shape) * dtype.itemsize
         at += size + -size % 8
@@ -294,6 +294,13 @@ def unpack(payload: bytes | memoryview, record: type[R]) -> R:
 
 def _plain(error: Exception) -> str:
     return str(error).replace("\n", " ")[:200]
+
+
+def _slots(value: Any) -> Slots:
+    """Read slots from a map of names to frames."""
+    if not isinstance(value, dict) or not all(isinstance(k, str) and isinstance(v, bytes) for k, v in value.items()):
+        raise Refused("wrong field", "slots are a map of names to frames")
+    return Slots({name: unfold(kept) for name, kept in value.items()})
 
 
 def _described(value: Any) -> tuple[torch.dtype, tuple[int, ...]]:
