@@ -61,11 +61,17 @@ class Payloads:
         """The name in an answer of a field of a vector's payload."""
         if self.record is self.payload:
             return field
-        return vector if len(self._fields) == 1 else f"{vector}_{field}"
+        return _field(vector, field, len(self.vectors), len(self._fields))
 
     @property
     def _fields(self) -> list[str]:
         return [name for name in self.payload.__struct_fields__ if name != "records"]
+
+
+def _field(vector: str, field: str, vectors: int, fields: int) -> str:
+    if vectors == 1:
+        return field
+    return vector if fields == 1 else f"{vector}_{field}"
 
 
 @functools.cache
@@ -74,7 +80,7 @@ def _several(
 ) -> type[Answer]:
     hints = typing.get_type_hints(payload, include_extras=True)
     own = [name for name in payload.__struct_fields__ if name != "records"]
-    fields: list[Any] = [(v if len(own) == 1 else f"{v}_{f}", hints[f]) for v in vectors for f in own]
+    fields: list[Any] = [(_field(v, f, len(vectors), len(own)), hints[f]) for v in vectors for f in own]
     fields += [*scalars, *([("records", Count, 1)] if records else [])]
     name = "+".join([payload.__name__, *vectors, *(name for name, _ in scalars), *(["records"] if records else [])])
     return _made(name, fields, (Answer, Container) if issubclass(payload, Container) else (Answer,), payload.additive)

@@ -16,6 +16,7 @@ from fedveil.core.task import Task
 if TYPE_CHECKING:
     from fedveil.methods.averaging import Averaging
 
+UNSUPPORTED = "options that the method cannot have"
 CLIENT = 'or user_privacy.where="client"'
 
 
@@ -39,7 +40,7 @@ def _set(m: Averaging, key: str) -> bool:
 
 RULES = (
     Rule(
-        "options that the method cannot have",
+        UNSUPPORTED,
         lambda m: any(_set(m, key) for key in m.unsupported),
         lambda m: next(f"{m.name} has no method.{key}: {m.unsupported[key]}" for key in m.unsupported if _set(m, key)),
     ),
@@ -65,7 +66,7 @@ RULES = (
         "codes of several vectors",
         lambda m: m.up.in_code_space and len(m.vectors) > 1,
         lambda m: (
-            f"{m.name} sends {len(m.vectors)} vectors ({', '.join(m.vectors)}), and {m.up.name} agrees on one scale; "
+            f"{m.name} sends {len(m.vectors)} vectors ({', '.join(m.vectors)}), and {m.up.name} codes one vector for the whole cohort; "
             "use another codec, such as qsgd or top-k"
         ),
     ),
@@ -114,9 +115,7 @@ RULES = (
     Rule(
         "private payloads that do not add up",
         lambda m: _noised_sum(m) and m.secure and not m.up.payload.additive,
-        lambda m: (
-            f"{m.up.name}'s messages are not summed securely, so nobody noises them; use another codec, {CLIENT}"
-        ),
+        lambda m: f"{m.up.name}'s messages are not summed securely, so nobody noises them; use another codec, {CLIENT}",
     ),
     Rule(
         "a private robust aggregator",
@@ -166,15 +165,23 @@ RULES = (
 )
 
 
-def broken(m: Averaging) -> Iterator[str]:
-    """The sentences of the rows that a combination breaks."""
-    return (rule.says(m) for rule in RULES if rule.broken(m))
+class Mismatch(ValueError):
+    """Options that do not go together, and the row that says so."""
+
+    def __init__(self, rule: str, sentence: str) -> None:
+        self.rule = rule
+        super().__init__(sentence)
+
+
+def broken(m: Averaging) -> Iterator[Mismatch]:
+    """The rows that a combination breaks."""
+    return (Mismatch(rule.name, rule.says(m)) for rule in RULES if rule.broken(m))
 
 
 def validate(m: Averaging) -> None:
-    """Raise a ValueError with the first sentence, if there is one."""
-    for sentence in broken(m):
-        raise ValueError(sentence)
+    """Raise a `Mismatch` for the first row that the combination breaks."""
+    for mismatch in broken(m):
+        raise mismatch
 
 
 def validate_on(m: Averaging, task: Task) -> None:
