@@ -10,7 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fedveil as fv
 from fedveil import models
-from fedveil.core.task import WAYS_OUT, Layout, cross_entropy, next_character
+from fedveil.core.capability import WAYS_OUT
+from fedveil.core.layout import Layout
+from fedveil.core.losses import cross_entropy, next_character
 from fedveil.data import from_tensors
 from toys import linear_task
 

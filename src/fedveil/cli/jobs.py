@@ -222,9 +222,10 @@ class Job:
 
 def _picture(task: Task, path: Path) -> None:
     if len(task.clients) <= PICTURED and not path.exists():
+        from fedveil.data.pictures import picture
         from fedveil.report.figures import svg
 
-        path.write_text(svg(task.clients.picture(task.data.y, task.data.labels)), encoding="utf-8")
+        path.write_text(svg(picture(task.clients, task.data.y, task.data.labels)), encoding="utf-8")
 
 
 def _tallied(path: Path, plan: Recipe) -> Tally | None:

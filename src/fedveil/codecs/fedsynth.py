@@ -15,11 +15,13 @@ from torch.autograd.function import once_differentiable
 from fedveil.codecs.base import Codec
 from fedveil.codecs.fit import PRECISIONS, WIDEST, Rounding, Variable, adam, check_points, normal, simplex
 from fedveil.core import message, schema
+from fedveil.core.capability import FORWARD_PASSES, SECOND_DERIVATIVES, SOFT_LABELS
 from fedveil.core.forecast import Compute
+from fedveil.core.losses import cross_entropy
 from fedveil.core.message import Answer, Count, Shape, Size
 from fedveil.core.seeds import Seed
 from fedveil.core.stack import ClientStack
-from fedveil.core.task import FORWARD_PASSES, SECOND_DERIVATIVES, SOFT_LABELS, Task, cross_entropy
+from fedveil.core.task import Task
 
 
 @message.kind

@@ -321,5 +321,3 @@ def _behind(row: Row) -> bool:
 
 def _reached(row: Row, target: float | None) -> bool:
     return target is not None and row.metrics.get("accuracy", 0) >= target
-
-

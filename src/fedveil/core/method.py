@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from msgspec.structs import replace
 
 from fedveil.core import message, schema
+from fedveil.core.capability import GRADIENTS
 from fedveil.core.forecast import Compute, Turn
 from fedveil.core.message import Answer, Container, Question, Record, Size, Slots, Weights
 from fedveil.core.stack import ClientStack
-from fedveil.core.task import GRADIENTS, Task
+from fedveil.core.task import Task
 from fedveil.privacy.account import Account
 
 if TYPE_CHECKING:

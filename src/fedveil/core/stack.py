@@ -13,9 +13,10 @@ import msgspec
 import torch
 from torch import Tensor
 
+from fedveil.core.data import Rows
 from fedveil.core.message import Record, Refused, Size, Slots
 from fedveil.core.seeds import Seed
-from fedveil.core.task import Rows, Task
+from fedveil.core.task import Task
 from fedveil.privacy.account import Account
 from fedveil.privacy.secagg.identity import Identities
 

@@ -1,4 +1,4 @@
-"""Who holds which records: a client's data are indices into the set, never copies.
+"""Who holds which records: ways to deal them to clients.
 
 Every record belongs to at most one client and every client holds at least one. Nothing here loops over clients.
 """
@@ -6,122 +6,15 @@ Every record belongs to at most one client and every client holds at least one. 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from torch import Tensor
 
+from fedveil.core.data import Data, Ints, Split
 from fedveil.core.seeds import Seed
 from fedveil.core.spelling import check_options, unknown
-from fedveil.data.sets import Data
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-Ints = npt.NDArray[np.int64]
-
-# Paul Tol's 'muted' colours, which stay apart for colour-blind eyes, and grey.
-COLOURS = ("#332288", "#88CCEE", "#117733", "#DDCC77", "#CC6677", "#44AA99", "#882255", "#999933", "#AA4499", "#BBBBBB")
-
-
-@dataclass(frozen=True, eq=False)
-class Split:
-    """The records of K clients: client k's are `order[starts[k]:starts[k + 1]]`."""
-
-    order: Ints  # [N] record indices, client by client
-    starts: Ints  # [K + 1]
-    kind: str
-    max_records: int | None = None  # the public bound on a client's records; where it is None, what the largest holds
-    held: tuple[tuple[int, ...], ...] | None = None  # the classes of each client, where they are public
-
-    def __post_init__(self) -> None:
-        if self.order.dtype != np.int64 or self.starts.dtype != np.int64:
-            raise ValueError(f"A split holds {self.order.dtype} and {self.starts.dtype}, not int64 indices.")
-        if len(self.starts) < 2 or self.starts[0] != 0 or self.starts[-1] != len(self.order):
-            raise ValueError(f"The starts of a split do not go from 0 to its {len(self.order):,} records.")
-        if (self.sizes < 1).any():
-            raise ValueError(f"Client {int(np.argmin(self.sizes))} of a {self.kind!r} split holds no record.")
-        self._check_max_records()
-
-    def _check_max_records(self) -> None:
-        if self.max_records is not None and self.sizes.max() > self.max_records:
-            k = int(np.argmax(self.sizes))
-            raise ValueError(
-                f"Client {k} holds {self.sizes[k]:,} records, but split.max_records is {self.max_records:,}; raise it."
-            )
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    def __getitem__(self, k: int) -> Ints:
-        """The record indices of client k: a view."""
-        if not 0 <= k < len(self):
-            raise IndexError(f"There is no client {k}; the split has {len(self)}, from 0.")
-        return self.order[self.starts[k] : self.starts[k + 1]]
-
-    @property
-    def sizes(self) -> Ints:
-        """The number of records of each client, [K]."""
-        return np.diff(self.starts)
-
-    @property
-    def largest(self) -> int:
-        """The most records that any client may hold, which is public."""
-        return int(self.sizes.max()) if self.max_records is None else self.max_records
-
-    def counts(self, y: Tensor | Ints, classes: int) -> Ints:
-        """How many records of each class each client holds, [K, classes], for labels y [n]."""
-        held = np.asarray(y)[self.order]
-        if held.min() < 0 or held.max() >= classes:
-            raise ValueError(f"Labels go from {held.min()} to {held.max()}, but there are {classes} classes, from 0.")
-        cell = np.repeat(np.arange(len(self)), self.sizes) * classes + held
-        return np.bincount(cell, minlength=len(self) * classes).reshape(len(self), classes)
-
-    def picture(self, y: Tensor | Ints, labels: Sequence[str], clients: int = 40) -> Figure:
-        """A bar a client, its records coloured by class; of more than `clients` clients, some evenly chosen.
-
-        With more than ten classes the nine largest are coloured and the rest is grey. Where y is not one label a
-        record, bars show sizes only.
-        """
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-
-        if np.ndim(y) == 1:
-            counts, names = self.counts(y, len(labels)), list(labels)
-        else:
-            counts, names = self.sizes[:, None], ["records"]
-        if len(names) > len(COLOURS):
-            largest = np.sort(np.argsort(-counts.sum(0), kind="stable")[: len(COLOURS) - 1])
-            rest = counts.sum(1) - counts[:, largest].sum(1)
-            counts, names = np.column_stack([counts[:, largest], rest]), [*(names[i] for i in largest), "other"]
-        shown = np.linspace(0, len(self) - 1, min(clients, len(self))).round().astype(np.int64)
-
-        figure = Figure(figsize=(8, 1.5 + 0.22 * max(len(shown), 5)), layout="constrained")
-        axes = figure.add_subplot()
-        ends = counts[shown].cumsum(1)
-        rows = np.arange(len(shown))
-        for c, (name, colour) in enumerate(zip(names, COLOURS, strict=False)):
-            width = counts[shown, c]
-            axes.barh(
-                rows, width, left=ends[:, c] - width, height=0.8, color=colour, label=name, edgecolor="white", lw=0.4
-            )
-        axes.set_yticks(rows, [str(k) for k in shown], fontsize=8)
-        axes.set_ylim(len(shown) - 0.4, -0.6)
-        axes.set_xlabel("records")
-        axes.set_ylabel("client")
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=True))
-        axes.set_xlim(0, ends.max() * 1.03)
-        axes.spines[["top", "right"]].set_visible(False)
-        who = f"{len(self):,} clients"
-        if len(shown) < len(self):
-            who = f"{len(shown)} of {who}, evenly chosen"
-        axes.set_title(f"{self.kind} split: {who}; {len(self.order):,} records in all", fontsize=10, loc="left")
-        if len(names) > 1:
-            figure.legend(loc="outside right upper", frameon=False, fontsize=8)
-        return figure
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,11 +19,12 @@ import torch
 
 from fedveil import data, models
 from fedveil.core.loop import settle
+from fedveil.core.losses import LOSSES
 from fedveil.core.method import Method
 from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
 from fedveil.core.spelling import nearest
-from fedveil.core.task import LOSSES, Task
+from fedveil.core.task import Task
 from fedveil.data import Data
 from fedveil.methods.fedavg import FedAvg
 from fedveil.runs.folder import fingerprint

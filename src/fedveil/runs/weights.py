@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedveil.core.task import Layout
+from fedveil.core.layout import Layout
 from fedveil.data.files import read_npz
 from fedveil.runs.folder import newest
 

@@ -9,9 +9,10 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from fedveil.core.capability import GRADIENTS, RECORD_GRADIENTS
 from fedveil.core.forecast import Compute, Turn
 from fedveil.core.stack import ClientStack
-from fedveil.core.task import GRADIENTS, RECORD_GRADIENTS, Task
+from fedveil.core.task import Task
 from fedveil.privacy.account import Account
 from fedveil.privacy.dpsgd import DpSgd
 from fedveil.train.local import LocalTraining, full_gradient, full_gradient_compute

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fedveil.core.task import Layer, Layout
+from fedveil.core.layout import Layer, Layout
 from fedveil.methods.surrogates.matching import distance
 
 LAYOUT = Layout((Layer("weight", (2, 3), 0, 6), Layer("bias", (2,), 6, 8)))

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from fedveil.codecs.directions import order, words
 from fedveil.core import message
+from fedveil.core.capability import FORWARD_PASSES
 from fedveil.core.cohort import Cohort
 from fedveil.core.forecast import Compute, Turn
 from fedveil.core.message import Answer, Count, Question, Refused, Shape, Size, Weights
 from fedveil.core.method import SUMMED, About, Handler, Method, State
 from fedveil.core.stack import ClientStack
-from fedveil.core.task import FORWARD_PASSES, Task
+from fedveil.core.task import Task
 from fedveil.gpu.graphs import one_thread
 from fedveil.links.replay import Key, Step, longest, replay
 from fedveil.links.steps import CatchUp, Steps, Version

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from fedveil.codecs.directions import LAWS, Directions, words
+from fedveil.core.capability import FORWARD_PASSES
 from fedveil.core.forecast import Compute, Turn
 from fedveil.core.seeds import Seed, is_weak
 from fedveil.core.stack import ClientStack
-from fedveil.core.task import FORWARD_PASSES, Task
+from fedveil.core.task import Task
 from fedveil.methods.baffle.probing import Prober, forward_only
 from fedveil.privacy.account import Account
 from fedveil.train.local import LocalTraining

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from fedveil.codecs import directions
-from fedveil.core.task import Task, cross_entropy
+from fedveil.core.losses import cross_entropy
+from fedveil.core.task import Task
 from fedveil.methods.baffle import edge
 from fedveil.methods.baffle.baffle import Baffle
 

@@ -15,12 +15,14 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from fedveil.core import schema
+from fedveil.core.capability import FORWARD_PASSES, GRADIENTS, RECORD_GRADIENTS
 from fedveil.core.cohort import Answers, Cohort
+from fedveil.core.data import Rows
 from fedveil.core.forecast import Turn
 from fedveil.core.message import Answer, Question, Refused
 from fedveil.core.method import Method, State
 from fedveil.core.stack import ClientStack
-from fedveil.core.task import FORWARD_PASSES, GRADIENTS, RECORD_GRADIENTS, Rows, Task
+from fedveil.core.task import Task
 from fedveil.methods.surrogates.augment import strategies, validate
 from fedveil.methods.surrogates.descent import descend, rates
 from fedveil.methods.surrogates.sets import SLOT, Classes, Distil, Last, Surrogate, WhichClasses, declared, held

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedveil.core.capability import SECOND_DERIVATIVES
 from fedveil.core.forecast import Compute, Turn
 from fedveil.core.method import About
 from fedveil.core.stack import ClientStack
-from fedveil.core.task import SECOND_DERIVATIVES, Task
+from fedveil.core.task import Task
 from fedveil.gpu.graphs import Loop
 from fedveil.methods.surrogates.augment import Change, Siamese, same
 from fedveil.methods.surrogates.base import Surrogates

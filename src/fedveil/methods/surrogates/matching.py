@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedveil.core.task import Layout, Task
+from fedveil.core.layout import Layout
+from fedveil.core.task import Task
 
 SMALLEST = 1e-4  # of the whole gradient is a row that counts: a bias before a normalisation has nothing but rounding
 

@@ -1,0 +1,181 @@
+"""Refuse models and losses with which padding or stacking would change an update."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedveil.core.data import Data
+from fedveil.core.functional import call, first_line
+from fedveil.core.losses import LOSSES, Loss
+
+ALIKE = 1e-3  # of the largest output is what rounding may change
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Products in float32 and not in fewer bits, whose rounding could be taken for what records do to each other."""
+    precision, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = convolutions
+
+
+MIXES = "mixes the records of a batch, so that padding changes a client's update"
+INSTEAD = "nn.GroupNorm, nn.LayerNorm or nn.InstanceNorm without running statistics"
+
+
+def validate_pure(model: nn.Module, x: Tensor) -> None:
+    """Refuse a model whose output depends on anything but its weights and its input, and say what to use instead."""
+    if not any(True for _ in model.parameters()):
+        raise ValueError("the model has no parameters; there is nothing to train")
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != torch.float32:
+            raise ValueError(
+                f"parameter '{name}' is {parameter.dtype}; fedveil trains float32 weights: call model.float()"
+            )
+        if not parameter.requires_grad:
+            raise ValueError(
+                f"parameter '{name}' is frozen; register it as a buffer so that it is not part of the weights"
+            )
+    for name, module in model.named_modules():
+        told = f"layer '{name}' ({type(module).__name__})"
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ValueError(f"{told} {MIXES}; use {INSTEAD}")
+        if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+            raise ValueError(f"{told} keeps running statistics, which are not weights; set track_running_stats=False")
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise ValueError(
+                f"layer '{name}' (Dropout) draws random numbers, so the model is no function of its weights; remove it"
+            )
+    probe = copy.deepcopy(model).cpu().train()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        before = {name: b.clone() for name, b in probe.named_buffers()}
+        first, second = call(probe, x), call(probe, x)
+    for name, buffer in probe.named_buffers():
+        if not torch.equal(before[name], buffer):
+            raise ValueError(
+                f"buffer '{name}' changes when the model runs; keep it constant or make it a layer's output"
+            )
+    if not torch.equal(first, second):
+        raise ValueError(
+            "the model gives two outputs for one input; remove what draws random numbers or keeps state between calls"
+        )
+
+
+def validate_unmixed(loss: Loss, model: nn.Module, data: Data) -> None:
+    """Refuse a model or a loss in which the records of a batch change each other's loss, as padding then would too."""
+    chosen = torch.linspace(0, len(data.x) - 1, min(4, len(data.x))).long()
+    x, y = data.x[chosen], data.y[chosen]
+    probe = copy.deepcopy(model).cpu().train()
+    with torch.no_grad():
+        _losses(loss, call(probe, data.x[:2]), data.y[:2])
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in probe.parameters():
+            if parameter.numel() and parameter.min() == parameter.max():  # a layer that starts at 0 hides what it does
+                parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.1)
+        together, ones = call(probe, x), [x[i : i + 1] for i in range(len(x))]
+        try:
+            alone = torch.cat([probe(one) for one in ones])
+        except Exception as error:  # whatever a layer may say
+            raise ValueError(
+                f"the model does not take a batch of one record ({first_line(error)}); "
+                "clients have such batches, so let it keep the first dimension as it is"
+            ) from error
+        if not _alike(together, alone):
+            raise ValueError(
+                f"{_mixer(probe, x, ones[-1])} {MIXES}; use {INSTEAD}, and keep records in the first dimension"
+            )
+        each = torch.cat([_losses(loss, together[i : i + 1], y[i : i + 1]) for i in range(len(y))])
+        if not _alike(_losses(loss, together, y), each):
+            raise ValueError(
+                f"the loss {_called(loss)} of a record depends on the other records of its batch, and so on padding; "
+                "use one that treats each record alone"
+            )
+
+
+def _mixer(model: nn.Module, x: Tensor, last: Tensor) -> str:
+    """The innermost layer that gives the last record of `x` [B, …] something else than it gives it alone."""
+    seen: dict[nn.Module, list[tuple[Any, Any]]] = {}  # in the order in which layers finish
+    single: dict[nn.Module, list[tuple[Any, Any]]] = {}
+    for batch, notes in ((x, seen), (last, single)):
+
+        def note(layer: nn.Module, given: Any, out: Any, notes: Any = notes) -> None:
+            notes.setdefault(layer, []).append((given, out))
+
+        hooks = [layer.register_forward_hook(note) for layer in model.modules()]
+        model(batch)
+        for hook in hooks:
+            hook.remove()
+    names = {layer: name for name, layer in model.named_modules()}
+    for layer, calls in seen.items():
+        for (given, out), (own, alone) in zip(calls, single.get(layer, []), strict=False):
+            if names[layer] and _same_record(given, own) and not _same_record(out, alone):
+                return f"layer '{names[layer]}' ({type(layer).__name__})"
+    return "the model"
+
+
+def _same_record(batch: Any, alone: Any) -> bool:
+    """Whether what a layer takes or gives, a tensor or the first of some, holds the same last record in both."""
+    while isinstance(batch, tuple) and batch:
+        batch, alone = batch[0], alone[0]
+    return isinstance(batch, Tensor) and batch.dim() > 0 and _alike(batch[-1:], alone)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same but for rounding; what is not finite in one is not in the other."""
+    if a.shape != b.shape:
+        return False
+    a, b = (t.double() for t in (a, b))
+    difference, size = ((a - b).nan_to_num(0, 0, 0).abs(), a.nan_to_num(0, 0, 0).abs())
+    return bool((difference.amax() <= ALIKE * size.amax()) & (a.isfinite() == b.isfinite()).all())
+
+
+def gives_class_scores(loss: Loss, model: nn.Module, data: Data) -> bool:
+    """Whether a model's outputs are scores of the classes, the more the likelier: they fit the labels, and of outputs
+    that name one class the loss is lowest for the one that names the label."""
+    with torch.no_grad():
+        logits = call(copy.deepcopy(model).cpu(), data.x[:1])
+    if logits.dim() < 2 or logits.shape[:-1] != data.y[:1].shape or logits.shape[-1] < data.classes:
+        return False
+    if loss in LOSSES.values() or data.classes == 1:
+        return True
+    chosen = torch.linspace(0, data.classes - 1, min(10, data.classes)).long()
+    named, labels = (t.flatten() for t in torch.meshgrid(chosen, chosen, indexing="ij"))
+    rows = [t.view(-1, *[1] * (data.y.dim() - 1)).expand(-1, *data.y.shape[1:]) for t in (named, labels)]
+    try:
+        losses = loss(F.one_hot(rows[0], logits.shape[-1]).float(), rows[1]).view(len(chosen), -1)  # [named, label]
+    except Exception:  # it may take other outputs only
+        return False
+    others = losses.clone().fill_diagonal_(torch.inf)
+    return bool((losses.diagonal() < others.amin(0)).all())
+
+
+def _called(loss: Loss) -> str:
+    return str(getattr(loss, "__name__", loss))
+
+
+def _losses(loss: Loss, logits: Tensor, y: Tensor) -> Tensor:
+    """The loss of each record. One that is not a number a record for these outputs and labels is a ValueError."""
+    try:
+        losses = loss(logits, y)
+        if list(losses.shape) == [len(y)]:
+            return losses
+        found = f"its result has shape {list(losses.shape)}, not one number a record"
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        found = " ".join(str(error).split())
+    raise ValueError(
+        f"the loss {_called(loss)} does not fit outputs of shape {list(logits.shape)} and labels of "
+        f"shape {list(y.shape)} ({found}); use another loss or model"
+    )
