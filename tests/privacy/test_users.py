@@ -259,7 +259,10 @@ def test_each_client_is_drawn_by_itself():
     [
         ({"up": fv.FedAgeCodec(block=4, width=0)}, "fedage's are summed in code; use another codec"),
         ({"up": fv.TofuCodec(), "secure": fv.SecureSum(), "full_rounds": 1}, "tofu's messages are not summed securely"),
-        ({"aggregator": fv.Aggregator("median")}, "method.aggregator.kind is median, which does not bound what one client changes"),
+        (
+            {"aggregator": fv.Aggregator("median")},
+            "kind is median, which does not bound what one client changes",
+        ),
         ({"down": fv.Qsgd()}, "method.down is qsgd, which skips a round in which no client is in step"),
     ],
 )

@@ -17,7 +17,10 @@ from fedveil.core.forecast import Turn
 from fedveil.core.message import Answer, Count, Envelope, Question, Record, Weights
 from fedveil.engines import LocalEngine
 from fedveil.privacy import SecureSum
+from fedveil.privacy.secagg import masks, shamir
+from fedveil.privacy.secagg.context import Context
 from fedveil.privacy.secagg.masks import FixedPoint
+from fedveil.privacy.secagg.records import Advertise, Deal, Mask, Masked, Share, Shared, Unmask, tensor
 from toys import Plain
 
 
@@ -137,6 +140,64 @@ class Transport(LocalEngine):
         return questions | {r.client: message.unframe(r.frame, message.KINDS, len(r.frame))[0] for r in frames}
 
 
+@dataclass
+class Driven:
+    """Clients who are driven through the stages one by one, and what they answered."""
+
+    where: dict[int, Clients]
+    run: bytes = bytes(8)
+    quorum: int | None = None
+    keys: dict[int, Any] = field(default_factory=dict)
+    shared: dict[int, Shared] = field(default_factory=dict)
+    masked: dict[int, Masked] = field(default_factory=dict)
+
+    @property
+    def ids(self) -> list[int]:
+        return list(self.where)
+
+    def ask(self, question: Any, k: int) -> Any:
+        frame = self.where[k].answer([letter(question, k, self.run)])[0].frame
+        return message.unframe(frame, message.KINDS, len(frame))[0]
+
+    def deal(self) -> Driven:
+        ids = self.ids
+        self.quorum = self.quorum or SecureSum().quorum(len(ids))
+        self.keys = {k: self.ask(Advertise(), k) for k in ids}
+        parts = [torch.stack([getattr(self.keys[k], name) for k in ids]) for name in ("channel", "mask", "signature")]
+        self.shared = {k: self.ask(Share(ids, self.quorum, *parts), k) for k in ids}
+        for k in ids:
+            near = [o for o in ids if o != k]
+            sealed = torch.stack([self.shared[o].sealed[[p for p in ids if p != o].index(k)] for o in near])
+            self.ask(Deal(ids, sealed, torch.stack([self.shared[o].marks[ids.index(k)] for o in near])), k)
+        return self
+
+    def mask(self, question: Any) -> Driven:
+        asked = Mask(self.ids, 10, False, question.kind, tensor(message.pack(question)))
+        self.masked = {k: self.ask(asked, k) for k in self.ids}
+        return self
+
+    def unmask(self, k: int, gone: tuple[int, ...] = ()) -> list[bytes]:
+        """The shares that client k reveals, by dealer."""
+        alive = [o for o in self.ids if o not in gone]
+        return [row.numpy().tobytes() for row in self.ask(Unmask(alive, list(gone), len(self.ids)), k).shares]
+
+    def recovered(self, shares: dict[int, bytes]) -> bytes:
+        """The secret behind shares by holder."""
+        found = shamir.recover({self.ids.index(k) + 1: share for k, share in shares.items()})
+        assert found is not None
+        return found
+
+    def vector(self, k: int, own: bytes, mask: bytes) -> np.ndarray:
+        """A client's elements without masks, from its two secrets."""
+        context, others = Context.of(self.run, 1, self.ids, self.quorum), [o for o in self.ids if o != k]
+        vector, asked = self.masked[k].vector.clone().numpy().view(np.uint32), self.masked[k].asked.numpy().tobytes()
+        met = masks.exchange(mask, (self.keys[o].mask.numpy().tobytes() for o in others))
+        pairs = {o: context.pair_mask(each, asked, k, o) for o, each in zip(others, met, strict=True)}
+        away = [context.own_mask(own, k), *(key for o, key in pairs.items() if o > k)]
+        masks.mask(vector, [key for o, key in pairs.items() if o < k], away)
+        return vector
+
+
 KIND: dict[int, Any] = message.KINDS
 
 
@@ -151,6 +212,7 @@ def letter(question: Question, client: int, run: bytes, round_: int = 1, serial:
 __all__ = [
     "LAST",
     "Clients",
+    "Driven",
     "Give",
     "Only",
     "Summand",

@@ -33,25 +33,15 @@ from fedveil.methods.baffle.baffle import Probe
 from fedveil.methods.scaffold import Control
 from fedveil.privacy import Identities, SecureSum
 from fedveil.privacy.secagg import client as summand
-from fedveil.privacy.secagg import graph, masks, shamir
+from fedveil.privacy.secagg import graph, masks
 from fedveil.privacy.secagg import server as summing
 from fedveil.privacy.secagg.client import PENDING, Summand
+from fedveil.privacy.secagg.context import Context
 from fedveil.privacy.secagg.identity import simulated
 from fedveil.privacy.secagg.masks import FixedPoint
-from fedveil.privacy.secagg.protocol import (
-    Advertise,
-    Context,
-    Deal,
-    Mask,
-    Masked,
-    Share,
-    Shared,
-    Unmask,
-    Unmasked,
-    tensor,
-)
+from fedveil.privacy.secagg.records import Deal, Mask, Masked, Share, Unmasked, tensor
 from fedveil.train.transforms import Residuals
-from privacy.secagg.sums import LAST, Give, Only, Summed, Transport, expected, letter, rounding
+from privacy.secagg.sums import LAST, Driven, Give, Only, Summed, Transport, expected, letter, rounding
 from privacy.secagg.sums import given as given_by
 from toys import linear_task
 
@@ -152,7 +142,13 @@ def inside(question: Mask, kind: type, **changes: Any) -> Mask:
 
 def dead_inside(kind: type) -> Callable[[int, Any], Any]:
     """Everybody but the victim computes from dead weights, sent with the question that is summed."""
-    return lambda k, q: inside(q, kind, weights=DEAD) if k != VICTIM and isinstance(q, Mask) else q
+
+    def ask(client: int, question: Any) -> Any:
+        if client == VICTIM or not isinstance(question, Mask) or question.asked != kind.kind:
+            return question
+        return inside(question, kind, weights=DEAD)
+
+    return ask
 
 
 def dead_before(kind: type, **changes: Any) -> Callable[[int, Any], Any]:
@@ -186,6 +182,7 @@ def indifferent(monkeypatch) -> None:
 
 MOMENTS = {"first": torch.zeros_like(DEAD), "second": torch.zeros_like(DEAD)}
 SCAFFOLD = fv.Scaffold(LOCAL, secure=SecureSum())
+FACTORS = fv.FedAvg(LOCAL, fv.PowerSgd(rank=1), secure=SecureSum())
 BAFFLE = fv.Baffle(directions=40, secure=SecureSum(clip=16.0))
 # What is summed, and how clients are told apart: each by another way on which weights reach them.
 SUMS: dict[str, tuple[fv.Method, Callable[[int, Any], Any]]] = {
@@ -204,6 +201,7 @@ SUMS: dict[str, tuple[fv.Method, Callable[[int, Any], Any]]] = {
         dead_inside(Train),
     ),
     "updates and controls": (SCAFFOLD, dead_inside(SCAFFOLD.parts.down.question)),
+    "two sums of factors": (FACTORS, dead_inside(FACTORS.parts.down.question)),
 }
 
 
@@ -534,64 +532,6 @@ def answered(clients: Clients, asked: Mask, run: bytes) -> tuple[str, int]:
     others = Clients(Summed(), clients.task, run, fv.Seed.root(0))
     Driven({k: clients if k == 0 else others for k in range(4)}, run).deal()
     return one(clients, asked, 0, run)
-
-
-@dataclass
-class Driven:
-    """Clients who are driven through the stages one by one, and what they answered."""
-
-    where: dict[int, Clients]
-    run: bytes = bytes(8)
-    quorum: int | None = None
-    keys: dict[int, Any] = field(default_factory=dict)
-    shared: dict[int, Shared] = field(default_factory=dict)
-    masked: dict[int, Masked] = field(default_factory=dict)
-
-    @property
-    def ids(self) -> list[int]:
-        return list(self.where)
-
-    def ask(self, question: Any, k: int) -> Any:
-        frame = self.where[k].answer([letter(question, k, self.run)])[0].frame
-        return message.unframe(frame, message.KINDS, len(frame))[0]
-
-    def deal(self) -> Driven:
-        ids = self.ids
-        self.quorum = self.quorum or SecureSum().quorum(len(ids))
-        self.keys = {k: self.ask(Advertise(), k) for k in ids}
-        parts = [torch.stack([getattr(self.keys[k], name) for k in ids]) for name in ("channel", "mask", "signature")]
-        self.shared = {k: self.ask(Share(ids, self.quorum, *parts), k) for k in ids}
-        for k in ids:
-            near = [o for o in ids if o != k]
-            sealed = torch.stack([self.shared[o].sealed[[p for p in ids if p != o].index(k)] for o in near])
-            self.ask(Deal(ids, sealed, torch.stack([self.shared[o].marks[ids.index(k)] for o in near])), k)
-        return self
-
-    def mask(self, question: Any) -> Driven:
-        asked = Mask(self.ids, 10, False, question.kind, tensor(message.pack(question)))
-        self.masked = {k: self.ask(asked, k) for k in self.ids}
-        return self
-
-    def unmask(self, k: int, gone: tuple[int, ...] = ()) -> list[bytes]:
-        """The shares that client k reveals, by dealer."""
-        alive = [o for o in self.ids if o not in gone]
-        return [row.numpy().tobytes() for row in self.ask(Unmask(alive, list(gone), len(self.ids)), k).shares]
-
-    def recovered(self, shares: dict[int, bytes]) -> bytes:
-        """The secret behind shares by holder."""
-        found = shamir.recover({self.ids.index(k) + 1: share for k, share in shares.items()})
-        assert found is not None
-        return found
-
-    def vector(self, k: int, own: bytes, mask: bytes) -> np.ndarray:
-        """A client's elements without masks, from its two secrets."""
-        context, others = Context.of(self.run, 1, self.ids, self.quorum), [o for o in self.ids if o != k]
-        vector, asked = self.masked[k].vector.clone().numpy().view(np.uint32), self.masked[k].asked.numpy().tobytes()
-        met = masks.exchange(mask, (self.keys[o].mask.numpy().tobytes() for o in others))
-        pairs = {o: context.pair_mask(each, asked, k, o) for o, each in zip(others, met, strict=True)}
-        away = [context.own_mask(own, k), *(key for o, key in pairs.items() if o > k)]
-        masks.mask(vector, [key for o, key in pairs.items() if o < k], away)
-        return vector
 
 
 # ---------------------------------------------------------------------------------------------------- secrets

@@ -19,18 +19,9 @@ from fedveil.engines import LocalEngine
 from fedveil.privacy import SecureSum
 from fedveil.privacy.secagg import graph
 from fedveil.privacy.secagg.client import NOTE
-from fedveil.privacy.secagg.protocol import (
-    Advertise,
-    Advertised,
-    Agree,
-    Context,
-    Deal,
-    Mask,
-    Masked,
-    Secrets,
-    Share,
-    Unmask,
-)
+from fedveil.privacy.secagg.context import Context
+from fedveil.privacy.secagg.kept import Secrets
+from fedveil.privacy.secagg.records import Advertise, Advertised, Agree, Deal, Mask, Masked, Share, Unmask
 from fedveil.runs.cost import cost
 from privacy.secagg.sums import LAST, Give, Only, Summand, Summed, Transport, expected, letter
 from privacy.secagg.sums import given as given_by

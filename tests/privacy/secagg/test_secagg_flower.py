@@ -11,7 +11,8 @@ from fedveil.engines import LocalEngine, kept
 from fedveil.engines.flower import Flower, client_app
 from fedveil.privacy import SecureSum
 from fedveil.privacy.secagg.client import NOTE
-from fedveil.privacy.secagg.protocol import Advertise, Agree, Deal, Mask, Secrets, Share, Unmask
+from fedveil.privacy.secagg.kept import Secrets
+from fedveil.privacy.secagg.records import Advertise, Agree, Deal, Mask, Share, Unmask
 from privacy.secagg.sums import LAST, Summed, letter
 from toys import linear_task
 

@@ -13,14 +13,14 @@ from fedveil.core.clients import Clients
 from fedveil.core.message import Refused
 from fedveil.privacy import Identities, SecureSum
 from fedveil.privacy.secagg import masks
+from fedveil.privacy.secagg.context import Context
 from fedveil.privacy.secagg.identity import simulated
-from fedveil.privacy.secagg.protocol import (
+from fedveil.privacy.secagg.records import (
     SEALED,
     Advertise,
     Advertised,
     Agree,
     Agreed,
-    Context,
     Deal,
     Dealt,
     Mask,

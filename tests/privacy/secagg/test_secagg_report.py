@@ -6,7 +6,7 @@ import fedveil as fv
 from fedveil import report
 from fedveil.core.ledger import Ledger
 from fedveil.privacy import SecureSum
-from fedveil.privacy.secagg.protocol import Unmask
+from fedveil.privacy.secagg.records import Unmask
 from fedveil.report.figures import size
 from fedveil.runs.folder import RunFolder
 from privacy.secagg.sums import Only, Summed, Transport

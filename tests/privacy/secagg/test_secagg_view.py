@@ -12,7 +12,7 @@ import fedveil as fv
 from fedveil.data import from_tensors
 from fedveil.privacy import SecureSum
 from fedveil.privacy.secagg.masks import FixedPoint
-from fedveil.privacy.secagg.protocol import Masked
+from fedveil.privacy.secagg.records import Masked
 from privacy.secagg.sums import LAST, Only, Summand, Summed, Transport
 
 CLIENTS = 4

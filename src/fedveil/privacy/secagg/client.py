@@ -14,7 +14,7 @@ import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,42 +25,34 @@ from fedveil.core import message, schema
 from fedveil.core.clients import ABOUT_QUESTIONS
 from fedveil.core.message import Answer, Question, Refused, Slots
 from fedveil.core.method import Handler
-from fedveil.core.stack import OWN_NOTE
+from fedveil.core.stack import ClientStack
 from fedveil.privacy import skellam
 from fedveil.privacy.secagg import graph, masks, shamir
+from fedveil.privacy.secagg.context import Context, digest, listed
+from fedveil.privacy.secagg.checks import check_agreement, check_memory, checked_keys
+from fedveil.privacy.secagg.kept import BASIS, NOTE, OVER, PENDING, Secrets
 from fedveil.privacy.secagg.masks import KEY, FixedPoint, Vector
-from fedveil.privacy.secagg.protocol import (
+from fedveil.privacy.secagg.records import (
     NONCE,
     SEALED,
     Advertise,
     Advertised,
     Agree,
     Agreed,
-    Context,
     Deal,
     Dealt,
     Mask,
     Masked,
-    Secrets,
-    SecureSum,
     Share,
     Shared,
     Unmask,
     Unmasked,
-    digest,
-    listed,
     rows,
     tensor,
 )
+from fedveil.privacy.secagg.settings import SecureSum
 from fedveil.privacy.secagg.shamir import SHARE
 
-if TYPE_CHECKING:
-    from fedveil.core.stack import ClientStack
-
-NOTE = OWN_NOTE  # the secrets of the round. The others are no secrets, and a client that restarts finds them again:
-OVER = f"{OWN_NOTE}: unmasked"  # it must not unmask twice,
-BASIS = f"{OWN_NOTE}: basis"  # nor mask the answers to two questions
-PENDING = f"{OWN_NOTE}: memory"  # what it will remember once it has unmasked
 _log = logging.getLogger("fedveil")
 
 
@@ -77,6 +69,8 @@ class Summand:
     def _sum(self, stack: ClientStack) -> tuple[Mapping[type[Question], Handler], type[Answer]]:
         """The sum that the stack is at."""
         done: set[int] = {note.get(OVER, 0) for note in stack.notes}
+        if len(done) > 1:  # each client is asked again by itself
+            raise Refused("wrong stage", f"clients {list(stack.clients)} are not at the same sum of the round")
         return self.sums[min(done.pop(), len(self.sums) - 1)]
 
     def _basis(self, note: Mapping[str, Any]) -> str:
@@ -115,7 +109,7 @@ class Summand:
             if client not in near:
                 raise Refused("bad set", f"client {client} advertised keys and is not listed")
             holders = near[client]
-            keys = self._keys(stack, context, client, kept, holders, question)
+            keys = checked_keys(stack, context, client, kept, holders, question)
             points = [point[k] for k in holders]
             shares = [shamir.share(secret, t, points) for secret in (kept.own, kept.mask)]
             both = {k: own + mask for k, own, mask in zip(holders, *shares, strict=True)}
@@ -148,22 +142,6 @@ class Summand:
             )
         return self._noted(stack, notes, answers)
 
-    def _keys(
-        self, stack: ClientStack, context: Context, client: int, kept: Secrets, holders: Sequence[int], question: Share
-    ) -> dict[int, tuple[bytes, bytes]]:
-        """The public keys of each neighbour, signed by it, all different, and the client's own as it sent them."""
-        if len(question.channel) != len(holders):
-            raise Refused("bad set", f"{len(question.channel)} keys came for {len(holders)} clients")
-        channel, mask, signatures = (rows(part) for part in (question.channel, question.mask, question.signatures))
-        if len({*channel, *mask}) < 2 * len(holders):
-            raise Refused("bad key", "a key is listed twice")
-        for other, *signed, signature in zip(holders, channel, mask, signatures, strict=True):
-            stack.identities.verify(other, signature, context.signed_keys(other, *signed))
-        keys = dict(zip(holders, zip(channel, mask, strict=True), strict=True))
-        if keys[client] != (masks.public_key(kept.channel), masks.public_key(kept.mask)):
-            raise Refused("bad key", f"the keys listed for client {client} are not those it made")
-        return keys
-
     def deal(self, stack: ClientStack, question: Deal) -> list[Dealt]:
         """Open what neighbours sealed. Who cannot open a share says so before anybody masks, and has none to reveal."""
         ids, answers, notes = question.ids, [], []
@@ -175,7 +153,7 @@ class Summand:
             dealers = [k for k in kept.holders if k in {*ids} and k != client]
             if len(question.sealed) != len(dealers):
                 raise Refused("bad share", f"{len(question.sealed)} sealed shares came from {len(dealers)} neighbours")
-            context, held = self._context(stack, kept), dict(kept.held)
+            context, held = kept.context(stack.run, stack.round), dict(kept.held)
             for dealer, sealed, marks in zip(dealers, rows(question.sealed), rows(question.marks), strict=True):
                 both = masks.unseal(kept.channel_keys[dealer], sealed, context.sealed_about(dealer, client))
                 if both and context.marks(both, dealer, client) == marks:
@@ -188,6 +166,9 @@ class Summand:
         handlers, answer = self._sum(stack)
         table = {kind.kind: kind for kind in handlers}
         if question.asked not in table:
+            if any(question.asked == kind.kind for others, _ in self.sums for kind in others):
+                told = f"questions of kind {question.asked} belong to another sum of round {stack.round}"
+                raise Refused("wrong stage", told)
             raise Refused("wrong kind", f"answers to questions of kind {question.asked} are not summed")
         all_kept, ids = self._kept(stack, "dealt"), set(question.ids)
         for client, kept in zip(stack.clients, all_kept, strict=True):
@@ -199,7 +180,7 @@ class Summand:
         payload = question.question.numpy().data
         inner = message.unpack(payload, table[question.asked])
         schema.check(inner, {**stack.sizes, **inner.sizes()})
-        _check_memory(stack)
+        check_memory(stack)
         bases = stack.basis(inner.kind, payload)
         for client, note, basis in zip(stack.clients, stack.notes, bases, strict=True):
             if note.get(self._basis(note), basis) != basis:
@@ -212,7 +193,7 @@ class Summand:
             if (size + 2, fixed.wide) != (question.elements, question.wide):
                 raise Refused("wrong shape", f"{question.elements} elements were asked for, there are {size + 2}")
             vector = self._encoded(stack, i, fixed, given[i] if given else None, size)
-            context = self._context(stack, kept)
+            context = kept.context(stack.run, stack.round)
             asked = context.asked(bases[i], question)
             pairs = {k: context.pair_mask(s, asked, client, k) for k, s in kept.pairs.items() if k in ids}
             added = [context.own_mask(kept.own, client), *(key for k, key in pairs.items() if k > client)]
@@ -264,7 +245,7 @@ class Summand:
         answers, notes = [], []
         for client, kept in zip(stack.clients, self._kept(stack, "masked"), strict=True):
             self._check_alive(stack, client, kept, question.alive)
-            signed = self._context(stack, kept).signed_set(kept.session, kept.asked, question.alive)
+            signed = kept.context(stack.run, stack.round).signed_set(kept.session, kept.asked, question.alive)
             answers.append(Agreed(tensor(stack.identities.sign(client, signed))))
             notes.append(replace(kept, stage="agreement", alive=question.alive))
         return self._noted(stack, notes, answers)
@@ -282,7 +263,7 @@ class Summand:
             if sorted(alive | gone) != kept.shared:
                 raise Refused("bad set", "who is left and who is gone are not those who shared")
             if malicious:
-                self._check_agreement(stack, kept, question)
+                check_agreement(stack, kept, question)
             shares = self._reveal(kept, alive)
             if len(shares) != question.holders:
                 raise Refused("bad set", f"{question.holders} shares are asked for, of {len(shares)} neighbours")
@@ -302,27 +283,11 @@ class Summand:
         if not graph.connected(tuple(kept.ids), self.how.degree(len(kept.ids)), stack.seed, tuple(alive)):
             raise Refused("bad set", "the masks of those who are left fall into parts, of which each has its own sum")
 
-    def _check_agreement(self, stack: ClientStack, kept: Secrets, question: Unmask) -> None:
-        """Enough of those who are left have signed the very set that this client signed, and were asked the same."""
-        if question.alive != kept.alive:
-            raise Refused("bad set", "who is left is not what this client signed")
-        signers = question.signers
-        if question.signatures is None or signers != sorted({*signers} & {*question.alive}):
-            raise Refused("bad set", "signatures are missing or not of clients who are left, each once")
-        if len(signers) < kept.quorum:
-            raise Refused("bad set", f"{len(signers)} clients signed who is left, {kept.quorum} are needed")
-        signed = self._context(stack, kept).signed_set(kept.session, kept.asked, question.alive)
-        for signer, signature in zip(signers, rows(question.signatures), strict=True):
-            stack.identities.verify(signer, signature, signed)
-
     def _reveal(self, kept: Secrets, alive: set[int]) -> list[bytes]:
         """A share of b of each who is left and of the mask key of each who is gone: never both of one client."""
         dealers = [k for k in kept.holders if k in {*kept.shared}]
         both = {k: kept.held.get(k, bytes(2 * SHARE)) for k in dealers}  # of whom it complained it has nothing
         return [both[k][:SHARE] if k in alive else both[k][SHARE:] for k in dealers]
-
-    def _context(self, stack: ClientStack, kept: Secrets) -> Context:
-        return Context.of(stack.run, stack.round, kept.ids, kept.quorum)
 
     def _kept(self, stack: ClientStack, stage: str) -> list[Secrets]:
         """What each client keeps after `stage`, which must be the last one it answered."""
@@ -339,17 +304,27 @@ class Summand:
         return answers
 
 
-def _check_memory(stack: ClientStack) -> None:
-    """What a client remembers must say what of it is the server's, or that would not be bound into the masks."""
-    for record in (record for memory in stack.memory for record in memory.values()):
-        if record.common is None:
-            raise TypeError(
-                f"{type(record).__name__}, which clients remember, does not say which of its fields hold what the "
-                "server supplied; for secure sums set `common` to their names, or to () if there are none"
-            )
-
-
 def flat(answer: Answer) -> NDArray[np.float32]:
     """All tensors of an answer as one vector."""
     parts = [getattr(answer, name).reshape(-1) for name in schema.fields(type(answer))]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).detach().cpu().float().numpy()
+
+
+def stages(
+    how: SecureSum, *sums: tuple[Mapping[type[Question], Handler], type[Answer]]
+) -> dict[type[Question], Handler]:
+    """A client's answers to the protocol's questions.
+
+    sums: for each sum of a round, in order, the method's questions whose answers are summed, and the answers' type
+
+    They are answered within the secure sum only, so a server cannot ask them in the clear.
+    """
+    summand = Summand(how, sums)
+    return {
+        Advertise: summand.advertise,
+        Share: summand.share,
+        Deal: summand.deal,
+        Mask: summand.mask,
+        Agree: summand.agree,
+        Unmask: summand.unmask,
+    }
