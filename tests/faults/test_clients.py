@@ -13,7 +13,6 @@ from fedveil.core.clients import Clients, Letter, Reply
 from fedveil.core.cohort import read_answer
 from fedveil.core.message import Envelope, Refused, frame
 from fedveil.engines import LocalEngine
-from fedveil.methods.scaffold import TrainControlled
 from toys import Tamper, Twice, linear_task
 
 LOCAL = fv.LocalTraining(lr=0.5, batch=4)
@@ -21,6 +20,7 @@ METHODS = {
     "fedavg": fv.FedAvg(local=LOCAL, server=fv.ServerOptimizer(optimizer="momentum")),
     "scaffold": fv.Scaffold(local=LOCAL),
 }
+TrainControlled = METHODS["scaffold"].parts.down.question  # weights and the mean control variate
 CULPRIT = 2
 LATE = "late: no answer when the question closed"
 
@@ -253,7 +253,7 @@ def test_a_client_that_is_asked_again_gives_the_same_answer_and_remembers_it_onc
     ask(clients, questions[1], 1)
     first = ask(clients, questions[2], 2)
     assert ask(clients, questions[2], 2) == first
-    assert [entry[:2] for entry in clients.memory.entries[CULPRIT]] == [(1, 0), (2, 0)]
+    assert [entry[:3] for entry in clients.memory.entries[CULPRIT]] == [(1, 0, "scaffold"), (2, 0, "scaffold")]
     third = ask(clients, questions[3], 3)
     undisturbed = Clients(METHODS["scaffold"], linear_task(), bytes(8), fv.Seed.root(0))
     assert [ask(undisturbed, questions[r], r) for r in (1, 2, 3)][1:] == [first, third]

@@ -20,7 +20,7 @@ import torch
 
 from fedveil.core import message
 from fedveil.core.message import KINDS, PREFIX_BYTES
-from fedveil.train.optimizers import ServerState
+from fedveil.core.method import State
 
 WEIGHTS = 8
 NESTED: list[Any] = functools.reduce(lambda inner, _: [inner], range(500), [])
@@ -134,10 +134,11 @@ BYTES: dict[str, tuple[Attack, str]] = {
     "the server's id": (enveloped(client=message.SERVER), "wrong client"),
     "a neighbour's frame": (lambda scene: scene.neighbour, "wrong client"),
     "a replay": (lambda scene: scene.earlier, "wrong round"),
-    "another version": (patched(2, b"\x02"), "wrong version"),
+    "another version": (patched(2, b"\x01"), "wrong version"),
     "a kind that nobody has": (patched(3, b"\xff"), "wrong kind"),
+    "a kind that nobody has, by its high bytes": (patched(22, b"\xff\xff"), "wrong kind"),
     "a state of the server": (
-        lambda scene: message.frame(ServerState(torch.ones(WEIGHTS)), message.envelope(scene.frame)[1]),
+        lambda scene: message.frame(State(torch.ones(WEIGHTS)), message.envelope(scene.frame)[1]),
         "wrong kind",
     ),
 }

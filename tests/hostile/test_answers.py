@@ -12,8 +12,6 @@ import fedveil as fv
 from fedveil.codecs.raw import Update
 from fedveil.core.clients import Reply
 from fedveil.core.schema import fields
-from fedveil.methods.qfedavg import FairUpdate
-from fedveil.methods.scaffold import Controlled
 from hostile.attacks import BYTES, RECORDS, WEIGHT, Scene, enveloped, field, tensor_attacks
 from toys import Tamper, linear_task
 
@@ -25,8 +23,8 @@ METHODS = {
     "scaffold": fv.Scaffold(local=LOCAL),
     "q-fedavg": fv.QFedAvg(local=LOCAL),
 }
-ANSWERS = {"fedavg": Update, "fedprox": Update, "fedsgd": Update, "scaffold": Controlled, "q-fedavg": FairUpdate}
-SCALARS = {Update: RECORDS, FairUpdate: WEIGHT}
+ANSWERS = {name: method.parts.up.payloads.record for name, method in METHODS.items()}
+SCALARS = {Update: RECORDS, ANSWERS["q-fedavg"]: WEIGHT}
 CULPRIT = 2
 TASK = linear_task()
 NINES = torch.full((8,), 9.0)

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 import fedveil as fv
-from fedveil.codecs.fedage import FedAgeCodec
+from fedveil.codecs.fedage import SPREAD, FedAgeCodec
 from fedveil.core import message
 from fedveil.core.clients import Reply
 from fedveil.core.message import KINDS
 from fedveil.data import from_tensors
-from fedveil.links.agreed import SPREAD
 from fedveil.methods.surrogates.feddm import FedDm
 from fedveil.methods.surrogates.fedlap import FedLap
 from fedveil.methods.surrogates.sets import Surrogate
@@ -48,7 +47,7 @@ METHODS: dict[str, fv.Method] = {
     "scaffold": fv.Scaffold(LOCAL),
     "baffle": fv.Baffle(**PROBING),
     "baffle, own seeds": fv.Baffle(seeds="own", **PROBING),
-    "baffle, epoch": fv.Baffle(level="epoch", local=fv.LocalTraining(lr=0.1, batch=100), **PROBING),
+    "baffle, epoch": fv.BaffleEpochs(local=fv.LocalTraining(lr=0.1, batch=100), **PROBING),
     "fedlap, min": FEDLAP,
     "fedlap, max": replace(FEDLAP, region="max"),
     "feddm, min": FEDDM,
@@ -169,8 +168,8 @@ def test_a_vector_where_there_is_no_robust_merge_pulls_no_more_than_room_allows(
 
 
 def test_these_are_all_methods_with_answers_of_their_own():
-    """FedProx, FedSGD, FedSynth, TOFU and FedAGE are FedAvg with another training or codec."""
-    others = {"fedprox", "fedsgd", "fedsynth", "tofu", "fedage"}
+    """FedProx, FedDyn, FedSGD, FedSynth, TOFU and FedAGE are FedAvg with another training, step or codec."""
+    others = {"fedprox", "feddyn", "fedsgd", "fedsynth", "tofu", "fedage"}
     registered = {m.name for m in fv.METHODS.values() if m.__module__.startswith("fedveil.")}
     assert {method.name for method in METHODS.values()} | others == registered
 
@@ -311,9 +310,11 @@ class Diverging(fv.FedAvg):
         after = super().round(state, cohort)
         if cohort.round != 2:
             return after
-        bad = getattr(after, self.wrong).clone()
+        part = after if self.wrong == "weights" else after.slots["server"]
+        bad = getattr(part, self.wrong).clone()
         bad[3] = self.value
-        return msgspec.structs.replace(after, **{self.wrong: bad})
+        changed = msgspec.structs.replace(part, **{self.wrong: bad})
+        return changed if self.wrong == "weights" else after.put("server", changed)
 
 
 @pytest.mark.parametrize("wrong", ["weights", "first", "second"])
@@ -330,7 +331,8 @@ def test_a_state_that_is_not_finite_or_out_of_range_is_neither_taken_nor_saved(w
     assert told.endswith("allowed is -1e+06 to 1e+06; the weights stay as they were")
     saved = newest(tmp_path)
     assert saved
-    assert all(bool(getattr(saved.state, field).isfinite().all()) for field in ("weights", "first", "second"))
+    moments = saved.state.slots["server"]
+    assert all(bool(each.isfinite().all()) for each in (saved.state.weights, moments.first, moments.second))
 
 
 class Exploding(nn.Module):

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import fedveil as fv
-from fedveil.codecs.fedage import Codes, FedAgeCodec
+from fedveil.codecs.fedage import Codes, FedAgeCodec, Magnitude
 from fedveil.core import message
 from fedveil.core.clients import Reply
-from fedveil.links.agreed import Magnitude
 from hostile.attacks import BYTES, Scene, inf, nan
 from toys import Tamper, linear_task
 

@@ -12,20 +12,14 @@ from fedveil.core.clients import Clients, Letter
 from fedveil.core.message import Envelope, Refused
 from fedveil.core.schema import fields
 from fedveil.engines import LocalEngine
-from fedveil.links.down import Train
-from fedveil.methods.qfedavg import TrainFair
-from fedveil.methods.scaffold import TrainControlled
 from hostile.attacks import BYTES, Scene, tensor_attacks
 from toys import linear_task
 
 RUN, CLIENT, ROUND = b"this run", 2, 3
 TASK = linear_task()
 METHODS = {
-    fv.FedAvg(): Train,
-    fv.FedProx(): Train,
-    fv.FedSGD(): Train,
-    fv.Scaffold(): TrainControlled,
-    fv.QFedAvg(): TrainFair,
+    method: method.parts.down.question
+    for method in (fv.FedAvg(), fv.FedProx(), fv.FedSGD(), fv.Scaffold(), fv.QFedAvg())
 }
 
 # What a client cannot know to be wrong: it may be asked later, something else, or stand for another client too.

@@ -297,15 +297,13 @@ def _unanswered(row: Row) -> bool:
 
 def _unusable(state: Record) -> str:
     """What in a state no later round could use: a number that is not finite or out of its field's range."""
-    for slot in state.slots.values() if isinstance(state, State) else ():
-        if problem := _unusable(slot):
-            return problem
     for name, shape in schema.fields(type(state)).items():
         if isinstance(value := getattr(state, name), Tensor):
             low, high = (float(v) for v in torch.aminmax(value))
             if not (shape.low <= low and high <= shape.high):  # NaN is in no range
                 return f"{name} reaches from {low:g} to {high:g}, allowed is {shape.low:g} to {shape.high:g}"
-    return ""
+    slots = state.slots.values() if isinstance(state, State) else ()
+    return next((problem for slot in slots if (problem := _unusable(slot))), "")
 
 
 def _skipped(row: Row) -> bool:
