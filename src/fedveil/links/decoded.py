@@ -72,6 +72,9 @@ class Decoded:
 
         told = {name: {k: getattr(usable[k], name) for k in clients} for name, _ in self.payloads.scalars}
         scalars = {name: _sum(clamped(cohort, name, each)) for name, each in told.items()}
+        if not self.aggregator.quorum:  # who answered is private: only the noised mean may be looked at
+            n = cohort.expected
+            return Total(lambda name: merged()[name], lambda name: merged()[name] * n, n, scalars)
         return Total(lambda name: merged()[name], lambda name: rows[name].sum(0), len(clients), scalars)
 
     def usable(self, answers: Answers, cohort: Cohort) -> dict[int, Any]:

@@ -46,12 +46,12 @@ class Summed:
 
     def collect(self, state: State, cohort: Cohort, question: Question, at: Tensor) -> Total:
         total = cohort.ask_sum(question, self.how)
-        count = len(total.clients)
+        count = cohort.expected if self.noised else len(total.clients)
 
         def mean(name: str) -> Tensor:
             field = self.payloads.field(name, "update")
             if self.noised:
-                return (total.totals[field] / cohort.expected).float().to(at.device)
+                return (total.totals[field] / count).float().to(at.device)
             return total.mean(field).to(at.device)
 
         return Total(mean, lambda name: mean(name) * count, count)

@@ -24,7 +24,7 @@ class Total:
     """What the server learns of a cohort's vectors.
 
     mean, sum: of a vector by name, [d]
-    clients:   how many are in it
+    clients:   how many the mean is over: those who are in it, or a public number where the mean is private
     scalars:   the sums of the numbers that clients told in the clear
     slots:     what the uplink remembers in the server's state
     """

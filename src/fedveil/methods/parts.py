@@ -67,7 +67,8 @@ def assemble(m: Averaging, full: bool = False) -> Parts:
     else:
         aggregator = NoisySum(users) if users and trusted else m.aggregator
         payloads = Payloads(codec.payload, m.vectors, scalars, m.weighted)
-        up = Decoded(codec, payloads, aggregator, counted, m.limited, feedback)
+        limited = m.limited and not trusted  # a median of the clients would let one change what others add to the sum
+        up = Decoded(codec, payloads, aggregator, counted, limited, feedback)
     down = _down(None if full else m.down, TrainFull if full else Train, {**m.broadcasts, **codec.extra})
     return Parts(private + weigh, feedback, up, down, secure, trusted, equal)
 
