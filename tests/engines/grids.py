@@ -24,7 +24,9 @@ import fedveil as fv
 from fedveil.core.clients import Clients, Letter
 from fedveil.engines.flower import Flower, client_app, wire
 from fedveil.engines.flower import app as client_side
+from fedveil.methods.parts import Parts
 from fedveil.runs import recipe
+from fedveil.train.vectors import Vectors
 
 
 @dataclass(frozen=True)
@@ -169,10 +171,10 @@ class FromToml:
 class Failing(fv.FedAvg):
     """Client 2 fails."""
 
-    def update(self, stack: fv.ClientStack, w: Tensor) -> Tensor:
+    def released(self, stack: fv.ClientStack, question: Any, w: Tensor, parts: Parts | None = None) -> Vectors:
         if 2 in stack.clients:
             raise ArithmeticError("client 2 divides by zero")
-        return super().update(stack, w)
+        return super().released(stack, question, w, parts)
 
 
 # ---------------------------------------------------------------------------------------------------- processes

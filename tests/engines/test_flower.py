@@ -16,7 +16,7 @@ import fedveil as fv
 from engines.grids import Nodes, made
 from fedveil import cli
 from fedveil.core import message
-from fedveil.core.message import Envelope
+from fedveil.core.message import Envelope, Slots
 from fedveil.engines import LocalEngine
 from fedveil.engines.claims import Claims, Roster, Seat
 from fedveil.engines.flower import Flower, client_app, wire
@@ -67,11 +67,11 @@ def test_the_ledger_counts_flowers_bytes_too():
 
 def test_figures_may_be_whole_numbers_and_are_left_out_if_not_finite():
     class Counting(fv.FedAvg):
-        def update(self, stack, w):
+        def released(self, stack, question, w, parts=None):
             stack.measure(
                 count=torch.tensor([3] * len(stack)), none=torch.full((len(stack),), torch.nan), half=w[:1] + 0.5
             )
-            return super().update(stack, w)
+            return super().released(stack, question, w, parts)
 
     result, _, _ = on_flower(Counting(), rounds=1)
     assert not result.ledger.rows[0].missing
@@ -138,14 +138,16 @@ class Noting(Twice):
 
     def first(self, stack, question):
         for note in stack.notes:
-            note.update(self.values, record=Plain(torch.arange(8.0)))
+            record = Plain(torch.arange(8.0))
+            note.update(self.values, record=record, slots=Slots({"part": record}))
         return super().first(stack, question)
 
     def second(self, stack, question):
         for note in stack.notes:
             assert {key: note[key] for key in self.values} == self.values
             assert {key: type(note[key]) for key in self.values} == {k: type(v) for k, v in self.values.items()}
-            assert torch.equal(note["record"].weights, torch.arange(8.0))
+            for record in (note["record"], note["slots"]["part"]):
+                assert torch.equal(record.weights, torch.arange(8.0))
         return super().second(stack, question)
 
 
@@ -558,7 +560,7 @@ def test_a_client_refuses_a_round_that_is_over_in_another_process_too(tmp_path):
 
 def test_an_exceptions_words_stay_with_a_deployed_client(tmp_path, caplog):
     class Quoting(fv.FedAvg):
-        def update(self, stack, w):
+        def released(self, stack, question, w, parts=None):
             raise ValueError("the record of Ada Lovelace is odd")
 
     reply = asked(train(), tmp_path, Quoting())

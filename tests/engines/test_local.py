@@ -16,10 +16,10 @@ from toys import linear_task
 class Guilty(fv.FedAvg):
     """Client 2 fails whenever it is in a stack."""
 
-    def update(self, stack, w):
+    def released(self, stack, question, w, parts=None):
         if 2 in stack.clients:
             raise ArithmeticError("client 2 divides by zero")
-        return super().update(stack, w)
+        return super().released(stack, question, w, parts)
 
 
 def test_an_exception_is_bisected_to_the_guilty_client():
@@ -43,11 +43,11 @@ def test_out_of_memory_halves_the_stack_and_stays_small():
     sizes = []
 
     class Hungry(fv.FedAvg):
-        def update(self, stack, w):
+        def released(self, stack, question, w, parts=None):
             sizes.append(len(stack))
             if len(stack) > 2:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().update(stack, w)
+            return super().released(stack, question, w, parts)
 
     result = fv.run(linear_task(8, 40), Hungry(), rounds=2, cohort=8, engine=LocalEngine(workers=1))
     assert not any(row.missing for row in result.ledger.rows)
@@ -58,9 +58,9 @@ def test_clients_of_like_size_are_stacked_together():
     stacks = []
 
     class Watch(fv.FedAvg):
-        def update(self, stack, w):
+        def released(self, stack, question, w, parts=None):
             stacks.append(stack.rows.counts.tolist())
-            return super().update(stack, w)
+            return super().released(stack, question, w, parts)
 
     task = linear_task(6, 63, uneven=True)
     fv.run(task, Watch(), rounds=1, cohort=6, engine=LocalEngine(stack=2, workers=1))
@@ -88,9 +88,9 @@ def test_steps_are_compiled_where_a_run_asks_for_it_and_nowhere_after_it(tmp_pat
     plan, task, seen = recipe.read("digits/fedavg"), linear_task(), []
 
     class Asked(fv.FedAvg):
-        def update(self, stack, w):
+        def released(self, stack, question, w, parts=None):
             seen.append(graphs.COMPILED)
-            return super().update(stack, w)
+            return super().released(stack, question, w, parts)
 
     for compile in (True, False):
         where = Where(str(tmp_path), "cpu", None, 1, 1, False, False, compile=compile)

@@ -15,17 +15,19 @@ from torch import nn
 import fedveil as fv
 from fedveil.core.clients import Reply
 from fedveil.core.message import Refused
+from fedveil.core.method import State
 from fedveil.data import from_tensors
 from fedveil.engines import LocalEngine
 from fedveil.methods.scaffold import Control
 from fedveil.runs.folder import KEPT, RunError, RunFolder, environment, fingerprint, read_checkpoint
-from fedveil.train.optimizers import ServerState
+from fedveil.train.optimizers import Moments
 from toys import LastReference, Tamper, kept, linear_task
 
 LOCAL = fv.LocalTraining(batch=4)
 METHODS = {
     "fedavg": fv.FedAvg(local=LOCAL, server=fv.ServerOptimizer(optimizer="momentum")),
     "scaffold": fv.Scaffold(local=LOCAL),
+    "two parts": fv.Scaffold(local=LOCAL, up=fv.TopK(share=0.4), down=fv.Half(), feedback=True),
     "last reference": LastReference(),
 }
 TASK = linear_task()
@@ -70,12 +72,13 @@ def test_the_folder_says_what_was_asked_for_and_where_it_ran(tmp_path):
 
 
 def packed(memory):
-    return {k: [(r, s, fv.core.message.pack(record)) for r, s, record in entries] for k, entries in memory.items()}
+    return {k: [(*e[:3], fv.core.message.pack(e[3])) for e in entries] for k, entries in memory.items()}
 
 
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path):
-    state = ServerState(torch.tensor([1.0, float("nan"), -0.0]), torch.ones(3))
-    memory = {7: [(1, 0, Control(torch.ones(3))), (3, 1, Control(torch.zeros(3)))], 9: [(2, 0, Control(torch.ones(3)))]}
+    state = State(torch.tensor([1.0, float("nan"), -0.0])).put("server", Moments(torch.ones(3)))
+    ones, zeros = Control(torch.ones(3)), Control(torch.zeros(3))
+    memory = {7: [(1, 0, "one", ones), (3, 1, "one", zeros), (3, 1, "two", ones)], 9: [(2, 0, "two", ones)]}
     with contextlib.closing(RunFolder(tmp_path)) as folder:
         assert folder.load() is None
         folder.save(b"this run", 3, state, memory)
@@ -118,6 +121,33 @@ def test_a_run_in_pieces_is_the_run_in_one(method, undisturbed, tmp_path):
     for rounds in range(1, ROUNDS + 1):
         train(tmp_path, method, rounds)
     assert kept(tmp_path) == undisturbed
+
+
+TWO_PARTS = {
+    "scaffold": ({"scaffold", "feedback"}, fv.Scaffold(LOCAL, up=fv.TopK(share=0.4), feedback=True)),
+    "scaffold, steps down": ({"scaffold", "feedback", "down"}, METHODS["two parts"]),
+    "feddyn": ({"feddyn", "feedback"}, fv.FedDyn(LOCAL, up=fv.TopK(share=0.4), feedback=True)),
+}
+
+
+@pytest.mark.parametrize("name", TWO_PARTS)
+def test_what_several_parts_of_a_method_remember_survives_a_resume(name, tmp_path):
+    parts, method = TWO_PARTS[name]
+    options = {"rounds": 6, "cohort": 2, "engine": LocalEngine(stack=1, workers=1)}  # clients are away at times
+    whole = fv.run(TASK, method, folder=tmp_path / "whole", **options)
+    for rounds in (1, 2, 5, 6):
+        resumed = fv.run(TASK, method, folder=tmp_path / "pieces", **options | {"rounds": rounds})
+    assert torch.equal(resumed.weights, whole.weights)
+    assert kept(tmp_path / "pieces") == kept(tmp_path / "whole")
+    with contextlib.closing(RunFolder(tmp_path / "pieces")) as folder:
+        memory = folder.load().memory
+    assert all({part for *_, part, _ in entries} == parts for entries in memory.values())
+    fv.run(TASK, method, folder=tmp_path / "forgetful", **options | {"rounds": 5})
+    with contextlib.closing(RunFolder(tmp_path / "forgetful")) as folder:
+        saved = folder.load()
+        folder.decided = saved.decided
+        folder.save(saved.run, 5, saved.state, {})
+    assert not torch.equal(fv.run(TASK, method, folder=tmp_path / "forgetful", **options).weights, whole.weights)
 
 
 def test_a_finished_run_is_not_gone_on_with(tmp_path):
