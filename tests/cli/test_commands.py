@@ -603,7 +603,7 @@ def await_line(child: Child, start: str) -> None:
 
 def test_ctrl_c_stops_after_the_round_and_leaves_a_run_to_resume(process: Callable[..., Child]) -> None:
     child = process("run", "digits/fedavg", "--set", "rounds=9999", "--out", "a", "--format", "json", *SMALL)
-    await_line(child, "round 1/9999")
+    await_line(child, "round ")  # the first round that is told need not be round 1
     child.send_signal(signal.SIGINT)
     stdout, stderr = child.communicate(timeout=300)
     assert child.returncode == 130

@@ -158,7 +158,7 @@ def questions(stage, client):
 
 def test_strangers_are_turned_away_and_a_node_that_is_killed_costs_one_answer(room):
     """All on one SuperLink. Without faults the deployment is where a simulation is, bit for bit."""
-    folder = deployment(room / "federation", "cohort.deadline=25", "rounds=2")
+    folder = deployment(room / "federation", "cohort.deadline=45", "rounds=2")
     keys.certificates(room)
     keys.node_key(room / "stranger")
     ledger = folder / "run" / "ledger.jsonl"
