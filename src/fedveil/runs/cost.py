@@ -32,13 +32,15 @@ def cost(task: Task, recipe: Recipe) -> dict[str, Any]:
     found, recipe = recipe, recipe.settled(task)
     method, plain = recipe.method, FedAvg()
     init_state(task, method, recipe.cohort)  # says what does not suit the task
-    turns = list(_turns(task, recipe))
+    turns = list(turns_of(task, recipe))
     if not turns:
         raise ValueError("the recipe's draws choose nobody in any round; raise cohort.size")
-    up, down = zip(*(_bytes(method, task, turn) for turn in turns), strict=True)
+    up, down = zip(*(turn_bytes(method, task, turn) for turn in turns), strict=True)
+    if not any(method.forecast_messages(task, turn) for turn in turns) and method.min_clients < 2:
+        raise ValueError(f"{method.name} forecasts no message; override forecast_messages in {type(method).__name__}")
     if not sum(up):
         raise ValueError("the recipe's draws choose too few clients for a secure sum in every round; raise cohort.size")
-    plain_up, plain_down = zip(*(_bytes(plain, task, turn) for turn in turns), strict=True)
+    plain_up, plain_down = zip(*(turn_bytes(plain, task, turn) for turn in turns), strict=True)
     works = [method.forecast_compute(turn) for turn in turns]
     privacy, lasting = _privacy(task, recipe)
     if found != recipe and privacy["noise"] is not None:
@@ -92,7 +94,7 @@ def _privacy(task: Task, recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
     return figures, notes
 
 
-def _turns(task: Task, recipe: Recipe) -> Iterator[Turn]:
+def turns_of(task: Task, recipe: Recipe) -> Iterator[Turn]:
     """Each client's turns, in order."""
     seen: dict[int, int] = {}
     for number, cohort in enumerate(_cohorts(task, recipe), 1):
@@ -102,7 +104,7 @@ def _turns(task: Task, recipe: Recipe) -> Iterator[Turn]:
             seen[client] = number
 
 
-def _bytes(method: Method, task: Task, turn: Turn) -> tuple[int, int]:
+def turn_bytes(method: Method, task: Task, turn: Turn) -> tuple[int, int]:
     """What a client sends and receives in a turn."""
     up = down = 0
     for question in method.forecast_messages(task, turn):
@@ -122,6 +124,8 @@ def _spread(each: Sequence[int]) -> dict[str, Any]:
 def _notes(task: Task, recipe: Recipe, turns: Sequence[Turn]) -> list[str]:
     """What the figures depend on."""
     notes, method = [], recipe.method
+    if not any(method.forecast_compute(turn).passes for turn in turns):
+        notes.append(f"{method.name} forecasts no passes; if it trains, override its forecast_compute.")
     if recipe.cohort.drop or recipe.cohort.deadline is not None:
         notes.append("Clients drop out or are late in this recipe; the figures are for all of them answering.")
     if recipe.target is not None:
@@ -129,8 +133,8 @@ def _notes(task: Task, recipe: Recipe, turns: Sequence[Turn]) -> list[str]:
     if any("bytes" in codec.sizes(task) for codec in method.codecs):
         notes.append("What is compressed has no fixed size; its bytes are the most that they can be.")
     late = [turn for turn in turns if turn.missed > 1]
-    always = max((_bytes(method, task, replace(turn, missed=1))[1] for turn in late), default=0)
-    never = max((_bytes(method, task, replace(turn, missed=turn.round - 1))[1] for turn in late), default=0)
+    always = max((turn_bytes(method, task, replace(turn, missed=1))[1] for turn in late), default=0)
+    never = max((turn_bytes(method, task, replace(turn, missed=turn.round - 1))[1] for turn in late), default=0)
     if never > always:
         notes.append(
             "A client that was away is caught up, so what it receives depends on who is drawn: down is for this seed's "
