@@ -31,7 +31,7 @@ from fedveil.codecs.autoencoder import Code, Pair, Pretraining
 from fedveil.core.seeds import Seed
 from fedveil.report.figures import densities, svg
 from fedveil.runs import recipe
-from fedveil.runs.folder import environment
+from fedveil.runs.fingerprint import environment
 
 GRID = [  # b, s; each for every cohort
     *((block, 64) for block in (16, 64, 256)),

@@ -26,7 +26,7 @@ import torch
 from fedveil import data
 from fedveil.cli.jobs import Job, Where, holds_run
 from fedveil.runs import recipe
-from fedveil.runs.folder import environment
+from fedveil.runs.fingerprint import environment
 from fedveil.runs.recipe import Recipe
 
 CLEAR = {  # name: recipe of a data set's folder, changes
