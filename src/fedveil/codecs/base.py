@@ -5,14 +5,15 @@ A codec turns updates at weights `w` into payloads and payloads back into update
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from fedveil.core.forecast import Compute
-from fedveil.core.message import Answer, Size
+from fedveil.core.message import KINDS, Answer, Size
 from fedveil.core.seeds import Seed
+from fedveil.core.spelling import nearest
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 
@@ -79,3 +80,40 @@ class Codec:
     def decode(self, task: Task, w: Tensor, payloads: Sequence[Any]) -> Tensor:
         """C payloads at `w` [C, d] -> updates [C, d]."""
         raise NotImplementedError
+
+
+def as_codec(given: Any, key: str) -> Codec:
+    """Return the codec that an option means: itself, or that of a registered name with its default settings.
+
+    Anything else is a TypeError, and a codec whose payload does not fit is a ValueError: one sentence each.
+    """
+    if isinstance(given, str):
+        if given not in Codec.registry:
+            raise ValueError(f"method.{key} is '{given}', which is no codec{nearest(given, Codec.registry)}")
+        given = Codec.registry[given]()
+    if not isinstance(given, Codec):
+        found = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+        raise TypeError(f"method.{key} is {found}; it takes a codec, such as Qsgd(), or a codec's name")
+    for problem in _problems(given):
+        raise ValueError(f"{type(given).__name__}{problem}")
+    return given
+
+
+def _problems(codec: Codec) -> Iterator[str]:
+    """What is missing in a codec's class for the server to receive its payloads."""
+    if not isinstance(payload := getattr(codec, "payload", None), type):
+        yield " states no payload; set `payload` to the class of what `encode` returns"
+        return
+    told, fields = f".payload is {payload.__name__}", payload.__struct_fields__
+    if KINDS.get(getattr(payload, "kind", -1)) is not payload:
+        yield f"{told}, which is not registered; put @message.kind above it"
+    if codec.in_code_space:
+        for name in ("offer", "agreement"):
+            if not hasattr(codec, name):
+                yield f" is in code space and states no {name}; set it to the class of that message"
+        if "share" not in fields:
+            yield f"{told}, which has no field `share`, the weight on a client's codes; add it with Shape((1,))"
+    elif "records" not in fields:
+        yield f"{told}, which has no field `records`, by which updates are weighted; add `records: Count = 1`"
+    elif payload.additive and "update" not in fields:
+        yield f"{told}, which is additive and has no field `update` [d] to sum; add it, or leave `additive` out"

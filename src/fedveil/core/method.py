@@ -132,6 +132,19 @@ class Method:
 
 
 METHODS = Method.registry
+
+
+def require_method(thing: Any) -> None:
+    """Raise a TypeError if somebody gives something else where a method belongs."""
+    if isinstance(thing, Method):
+        return
+    if isinstance(thing, type):
+        raise TypeError(f"{thing.__name__} is a class; give an instance of it, {thing.__name__}()")
+    kind = type(thing).__name__
+    hint = f"; codecs go into a method, as in FedAvg(up={kind}())" if hasattr(thing, "encode") else ""
+    raise TypeError(f"{kind} is no method, such as FedAvg(){hint}")
+
+
 SUMMED = (
     "proved",
     "with secure: a server that follows the protocol learns the sum over the clients and nothing else about any one; "

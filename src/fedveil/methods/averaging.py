@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fedveil.codecs.base import Codec
+from fedveil.codecs.base import Codec, as_codec
 from fedveil.codecs.raw import Raw
 from fedveil.core.cohort import Cohort
 from fedveil.core.forecast import Compute, Turn
@@ -63,6 +63,9 @@ class Averaging(Method):
     secure: SecureSum | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "up", as_codec(self.up, "up"))
+        if self.down is not None:
+            object.__setattr__(self, "down", as_codec(self.down, "down"))
         rules.validate(self)
 
     # ------------------------------------------------------------------------------------------------ what may differ
