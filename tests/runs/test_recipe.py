@@ -125,16 +125,17 @@ def test_a_wrong_change_is_one_sentence(change: str, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("method", "change", "sentence"),
     [
-        ("fedavg", "server.momentum=1.0", r"server\.momentum and server\.beta2 are from 0 to below 1"),
-        ("fedavg", "server.beta2=-0.1", r"server\.momentum and server\.beta2 are from 0 to below 1"),
-        ("fedavg", "server.tau=0.0", r"server\.tau is above 0"),
+        ("fedavg", "server.momentum=1.0", r"server\.momentum, server\.beta2 and server\.ema must be from 0 to below 1"),
+        ("fedavg", "server.beta2=-0.1", r"server\.momentum, server\.beta2 and server\.ema must be from 0 to below 1"),
+        ("fedavg", "server.ema=1.0", r"server\.momentum, server\.beta2 and server\.ema must be from 0 to below 1"),
+        ("fedavg", "server.tau=0.0", r"server\.tau above 0"),
         ("fedavg", "local.momentum=1.0", r"local\.momentum and local\.beta2 are from 0 to below 1"),
         ("fedavg", "local.beta2=-0.1", r"local\.momentum and local\.beta2 are from 0 to below 1"),
         ("fedavg", "local.weight_decay=-0.1", r"local\.weight_decay is at least 0"),
         ("fedavg", "local.decay=0.0", r"local\.decay above 0"),
         ("fedprox", "mu=-1.0", r"method\.mu is -1; it is 0 or more"),
         ("fedprox", "full_rounds=-1", r"method\.full_rounds is -1; it is 0 or more"),
-        ("scaffold", "server_lr=0.0", r"method\.server_lr is 0; it is above 0"),
+        ("scaffold", "server.lr=0.0", r"server\.lr is 0; it must be above 0"),
         ("fedsynth", "up.step=-0.1", "fedsynth needs step > 0"),
         ("fedsynth", "up.decay=1.5", "0 < decay <= 1"),
     ],
@@ -147,21 +148,30 @@ def test_a_value_out_of_its_range_is_one_sentence(method: str, change: str, sent
 @pytest.mark.parametrize(
     ("method", "key", "sentence"),
     [
-        ("scaffold", "user_privacy", "an update is cut and noised there, and its control variate would go along"),
-        ("q-fedavg", "privacy", "a client's weight is its loss on all its records, which no noise covers; it is a key"),
+        ("q-fedavg", "privacy", "a client's weight h_k is its loss on all its records, which no noise covers; use"),
+        ("q-fedavg", "user_privacy", "clients weight their updates by their loss, so nothing bounds a client's part"),
+        ("baffle-epochs", "privacy", "it measures the loss of a whole batch, in which no record's part is clipped"),
         ("feddm", "privacy", "means of features are matched without clip or noise"),
         ("fedlap", "user_privacy", "a set of images is no update that could be cut to a norm and summed"),
-        ("baffle", "user_privacy", "updates are cut and noised there, and it sends slopes of the loss"),
+        ("baffle", "user_privacy", "it clips and noises updates, and baffle sends slopes of the loss"),
     ],
 )
 def test_where_privacy_is_no_key_a_sentence_says_why(method: str, key: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=f"^{method} has no 'method.{key}': {sentence}"):
+    with pytest.raises(ValueError, match=f"^{method} has no '?method.{key}'?: {sentence}"):
         parse({"method": {"name": method, key: {"noise": 1.0}}})
 
 
+def test_both_vectors_of_scaffold_may_be_private_for_each_client() -> None:
+    method = parse({"method": {"name": "scaffold", "user_privacy": {"noise": 1.0}}}).method
+    assert isinstance(method, Scaffold)
+    assert method.user_privacy
+
+
 def test_a_key_of_others_is_no_misspelling() -> None:
-    with pytest.raises(ValueError, match=r"^fedlap has no 'method.user_privacy'.*; it is a key of fedage, fedavg, "):
+    told = r"^fedlap has no 'method.user_privacy'.*; it is a key of baffle-epochs, fedage, fedavg, "
+    with pytest.raises(ValueError, match=told) as caught:
         parse({"method": {"name": "fedlap", "user_privacy": {}}})
+    assert "q-fedavg" not in str(caught.value)  # it has the key only to say why it cannot use it
     with pytest.raises(ValueError, match=r"^raw has no 'method\.up\.points'; it is a key of tofu$"):
         parse({"method": {"name": "fedavg", "up": {"points": 3}}})
 

@@ -249,12 +249,19 @@ def _build(kind: type[Any], table: Any, path: str) -> Any:
     return kind(**given)
 
 
+def _unsupported(kind: type[Any]) -> Mapping[str, str]:
+    """Why keys that others have are none of this one's."""
+    why: Mapping[str, str] = getattr(kind, "unsupported", {})
+    return why
+
+
 def _lacking(kind: type[Any], key: str, where: str) -> str:
     """Of a key that others of the registry have: why this one has none, and whose it is."""
-    having = sorted(name for name, other in getattr(kind, "registry", {}).items() if key in keys(other))
+    others = getattr(kind, "registry", {}).items()
+    having = sorted(name for name, other in others if key in keys(other) and key not in _unsupported(other))
     if not having:
         return ""
-    why = getattr(kind, "unsupported", {}).get(key)
+    why = _unsupported(kind).get(key)
     return f"{kind.name} has no '{where}'{f': {why}' if why else ''}; it is a key of {', '.join(having)}"
 
 
