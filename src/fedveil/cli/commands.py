@@ -23,6 +23,7 @@ from fedveil.cli.options import (
     Engine,
     Fetch,
     Format,
+    Imports,
     Kind,
     Noise,
     Out,
@@ -45,6 +46,7 @@ from fedveil.core.method import METHODS
 from fedveil.core.spelling import nearest
 from fedveil.runs import recipe
 from fedveil.runs.cost import cost as foretell
+from fedveil.runs.plugins import import_modules, imported, load_plugins
 from fedveil.runs.recipe import Recipe
 
 DEMO = [
@@ -68,11 +70,14 @@ def main() -> None:
 
 
 @app.callback(invoke_without_command=True)
-def root(context: typer.Context, version: Version = False) -> None:
+def root(context: typer.Context, version: Version = False, modules: Imports = None) -> None:
     """Federated learning in which no raw gradient has to leave a client.
 
     Start with: fedveil run digits/fedavg
     """
+    imported.clear()
+    load_plugins()
+    import_modules(modules or ())
     if version:
         out.out(fedveil.__version__)
     elif context.invoked_subcommand is None:

@@ -39,6 +39,7 @@ from fedveil.runs.folder import (
     tallied,
     validate_same,
 )
+from fedveil.runs.plugins import import_modules, imported
 from fedveil.runs.recipe import Recipe
 
 PICTURED = 5000  # clients of a split that is worth a picture
@@ -57,6 +58,7 @@ class Where(msgspec.Struct, frozen=True):
     engine: str = "local"
     ray_address: str | None = None
     compile: bool = False
+    imports: list[str] | None = None  # modules of --import
 
 
 def choose(
@@ -86,7 +88,7 @@ def choose(
         say("warning: the private randomness is fixed, so noise protects nobody in this run")
     directory = str(data_directory(folder).absolute())
     threads = torch.get_num_threads()
-    return Where(directory, device, stack, workers, threads, debug, noise, str(engine), ray_address, compile)
+    return Where(directory, device, stack, workers, threads, debug, noise, str(engine), ray_address, compile, list(imported) or None)
 
 
 @dataclass
@@ -115,9 +117,10 @@ class Job:
             if known.get("engine") == DEPLOYED:
                 told = f"{path} is the run of a deployment, whose records are elsewhere"
                 raise ValueError(f"{told}; it goes on when its app is started again")
+            where = msgspec.convert(known, Where)
+            import_modules(where.imports or ())  # before anything of theirs is read
             saved = newest(path)
             rows = first_rows(path, saved.round if saved else 0)
-            msgspec.convert(known, Where)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path / 'environment.json'} is damaged: {error}") from None
         plan = recipe.read(str(path / "recipe.toml"))
@@ -206,7 +209,7 @@ class Job:
             from fedveil.engines.flower import FromRecipe, client_app, simulate
 
             noise = private_root(self.recipe.seed) if where.insecure_test_noise else None
-            app = client_app(FromRecipe(self.recipe.toml(), where.data_dir, where.device, noise))
+            app = client_app(FromRecipe(self.recipe.toml(), where.data_dir, where.device, noise, tuple(where.imports or ())))
             return simulate(
                 app,
                 len(task.clients),

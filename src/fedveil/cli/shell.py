@@ -10,6 +10,9 @@ import click
 from rich.console import Console
 from typer.core import TyperGroup
 
+from fedveil.cli.options import IMPORT, IMPORTS
+from fedveil.runs.plugins import import_modules
+
 BUG = "fedveil did not expect this; please report it with the recipe."
 
 out = Console(markup=False, highlight=False, emoji=False)
@@ -22,7 +25,26 @@ def say(sentence: object) -> None:
 
 
 class Plainly(TyperGroup):
-    """What a user can get wrong is one sentence and exit code 2; a bug keeps its traceback."""
+    """What a user can get wrong is one sentence and exit code 2; a bug keeps its traceback.
+
+    Every command takes --import, which comes before all else that the command does.
+    """
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        command = super().get_command(ctx, cmd_name)
+        if command and not any(IMPORT in each.opts for each in command.params):
+            command.params.append(
+                click.Option(
+                    [IMPORT, "modules"],
+                    metavar="MODULE",
+                    help=IMPORTS,
+                    multiple=True,
+                    is_eager=True,
+                    expose_value=False,
+                    callback=lambda context, parameter, modules: import_modules(modules),
+                )
+            )
+        return command
 
     def main(self, *args: Any, **extra: Any) -> NoReturn:
         code: int = 2

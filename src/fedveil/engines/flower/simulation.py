@@ -25,6 +25,7 @@ from fedveil.core.seeds import Seed
 from fedveil.engines.flower.grid import Flower, note
 from fedveil.engines.local import cores
 from fedveil.runs import recipe
+from fedveil.runs.plugins import import_modules, load_plugins
 
 ENDING = 60.0  # seconds for Flower's threads to end; a client that is still at work is waited for
 PATIENCE = 12 * 3600.0  # seconds; a simulated client may take its time, and Flower keeps no message for longer
@@ -39,8 +40,11 @@ class FromRecipe:
     data_dir: str | None = None
     device: str = "cpu"
     secret: Seed | None = None
+    imports: tuple[str, ...] = ()  # modules that bring what the recipe names
 
     def __call__(self, context: Context) -> Clients:
+        load_plugins()
+        import_modules(self.imports)
         plan = recipe.parse(tomllib.loads(self.toml))
         task = plan.build(self.data_dir, device=self.device)
         return Clients(plan.method, task, bytes(8), Seed.root(plan.seed), self.secret)
