@@ -101,10 +101,11 @@ def as_codec(given: Any, key: str) -> Codec:
 
 def _problems(codec: Codec) -> Iterator[str]:
     """What is missing in a codec's class for the server to receive its payloads."""
-    if not isinstance(payload := getattr(codec, "payload", None), type):
+    payload: Any = getattr(codec, "payload", None)
+    if not isinstance(payload, type):
         yield " states no payload; set `payload` to the class of what `encode` returns"
         return
-    told, fields = f".payload is {payload.__name__}", payload.__struct_fields__
+    told, fields = f".payload is {payload.__name__}", getattr(payload, "__struct_fields__", ())
     if KINDS.get(getattr(payload, "kind", -1)) is not payload:
         yield f"{told}, which is not registered; put @message.kind above it"
     if codec.in_code_space:
@@ -115,5 +116,5 @@ def _problems(codec: Codec) -> Iterator[str]:
             yield f"{told}, which has no field `share`, the weight on a client's codes; add it with Shape((1,))"
     elif "records" not in fields:
         yield f"{told}, which has no field `records`, by which updates are weighted; add `records: Count = 1`"
-    elif payload.additive and "update" not in fields:
+    elif getattr(payload, "additive", False) and "update" not in fields:
         yield f"{told}, which is additive and has no field `update` [d] to sum; add it, or leave `additive` out"

@@ -68,7 +68,7 @@ def import_modules(modules: Iterable[str]) -> None:
     here = str(Path.cwd())
     for name in modules:
         if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", name):
-            raise ValueError(f"--import takes the name of a module, such as my_method or my_package.method, not '{name}'")
+            raise ValueError(f"--import takes the name of a module, such as my_method or my_package.method: '{name}'")
         if here not in sys.path:
             sys.path.append(here)  # at the end: a file here must not stand in for an installed package
         importlib.invalidate_caches()
