@@ -38,6 +38,7 @@ from fedveil.methods.surrogates.fedlap import FedLap
 from fedveil.privacy import SecureSum
 from fedveil.privacy.dpsgd import DpSgd
 from fedveil.privacy.users import UserLevel
+from fedveil.runs.plugins import load_plugins
 from fedveil.runs.recipe import Recipe
 from fedveil.train.aggregators import Aggregator
 from fedveil.train.local import LocalTraining
@@ -107,6 +108,7 @@ __all__ = [
     "Vectors",
     "Zstd",
     "load",
+    "load_plugins",
     "run",
     "settle",
     "split",

@@ -87,8 +87,8 @@ def choose(
     if noise:
         say("warning: the private randomness is fixed, so noise protects nobody in this run")
     directory = str(data_directory(folder).absolute())
-    threads = torch.get_num_threads()
-    return Where(directory, device, stack, workers, threads, debug, noise, str(engine), ray_address, compile, list(imported) or None)
+    threads, modules = torch.get_num_threads(), list(imported) or None
+    return Where(directory, device, stack, workers, threads, debug, noise, str(engine), ray_address, compile, modules)
 
 
 @dataclass
@@ -209,7 +209,8 @@ class Job:
             from fedveil.engines.flower import FromRecipe, client_app, simulate
 
             noise = private_root(self.recipe.seed) if where.insecure_test_noise else None
-            app = client_app(FromRecipe(self.recipe.toml(), where.data_dir, where.device, noise, tuple(where.imports or ())))
+            modules = tuple(where.imports or ())
+            app = client_app(FromRecipe(self.recipe.toml(), where.data_dir, where.device, noise, modules))
             return simulate(
                 app,
                 len(task.clients),

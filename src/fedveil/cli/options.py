@@ -42,6 +42,6 @@ Debug = Annotated[bool, option("--debug", None, "One client at a time; a failure
 Compile = Annotated[bool, option("--compile", None, "On a GPU, compile heavy steps; slow at first.")]
 Noise = Annotated[bool, option("--insecure-test-noise", None, "Fix the private randomness, for tests only.")]
 Version = Annotated[bool, option("--version", None, "Print the version.")]
-IMPORT, IMPORTS = "--import", "Import a module first, such as your own method; may be repeated."
+IMPORT, IMPORTS = "--import", "Import a module of yours first; may be repeated."
 Imports = Annotated[list[str] | None, option(IMPORT, "MODULE", IMPORTS)]
 Shown = Annotated[Format, option("--format", "table|json", "What stdout gets; by default a table.")]
