@@ -277,7 +277,7 @@ def test_the_threat_model_has_a_row_for_each_with_a_kind(heading, names):
 
 def test_the_first_page_names_every_method_and_codec():
     for name in [*OWN, *CODECS]:
-        assert f"`{name}`" in section(PAGES[0], "What is there")
+        assert f"`{name}`" in section(PAGES[0], "Methods and codecs")
 
 
 def test_the_reference_has_every_kind_of_record_with_its_fields():
