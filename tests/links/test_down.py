@@ -12,13 +12,13 @@ from fedveil import models
 from fedveil.codecs.raw import Update
 from fedveil.codecs.topk import Sparse
 from fedveil.core import message
-from fedveil.core.clients import Letter, Reply
-from fedveil.core.message import Envelope
+from fedveil.core.clients import Clients, Letter, Reply
+from fedveil.core.message import Envelope, Slots
 from fedveil.data import from_tensors
 from fedveil.engines import LocalEngine
-from fedveil.links.down import ClientMemory, Train, TrainFrom, TrainFull, TrainHere
-from fedveil.links.steps import CatchUp
-from fedveil.train.optimizers import ServerState
+from fedveil.links.down import Train, TrainFrom, TrainFull, TrainHere
+from fedveil.links.steps import CatchUp, ClientWeights
+from fedveil.train.transforms import Residuals
 from toys import kept
 
 LOCAL = fv.LocalTraining(lr=0.3, batch=5)
@@ -79,8 +79,17 @@ class Run:
         return row
 
     def held(self, client: int):
+        """The weights that a client holds now."""
+        return self.slots(client)["down"]
+
+    def slots(self, client: int) -> Slots:
         """What a client remembers now."""
         return self.federation.clients.memory.before(client, self.number + 1, 0)
+
+    @staticmethod
+    def history(state: fv.State) -> list[bytes]:
+        """The steps that the server keeps."""
+        return state.slots["down"].history
 
 
 def frame_bytes(record: message.Record) -> int:
@@ -109,7 +118,7 @@ def test_a_client_that_missed_three_rounds_is_caught_up_bit_for_bit(codec):
 def test_a_client_that_was_away_gets_the_bytes_of_the_messages_it_missed(codec):
     run = Run(fv.FedAvg(local=LOCAL, down=codec), AWAY)
     row = run.go(5)
-    history, here = run.before.history, frame_bytes(TrainHere(4))
+    history, here = run.history(run.before), frame_bytes(TrainHere(4))
     assert len(history) == 4
     assert row.down["0"] == frame_bytes(CatchUp(4, history[3:])) + here
     assert row.down["1"] == frame_bytes(CatchUp(4, history)) + here
@@ -120,10 +129,10 @@ def test_full_weights_are_sent_where_they_are_fewer_bytes_than_the_missed_messag
     run = Run(fv.FedAvg(local=LOCAL, down=fv.Half()), AWAY)
     row = run.go(5)
     here = frame_bytes(TrainHere(4))
-    assert row.down["0"] == frame_bytes(CatchUp(4, run.before.history[3:])) + here
+    assert row.down["0"] == frame_bytes(CatchUp(4, run.history(run.before)[3:])) + here
     assert row.down["1"] == frame_bytes(CatchUp(4, weights=run.before.weights)) + here
-    assert run.before.history[:3] == [b""] * 3, "what will never be sent is not kept"
-    assert row.down["1"] < frame_bytes(CatchUp(4, run.before.history[3:] * 2)) + here
+    assert run.history(run.before)[:3] == [b""] * 3, "what will never be sent is not kept"
+    assert row.down["1"] < frame_bytes(CatchUp(4, run.history(run.before)[3:] * 2)) + here
     assert torch.equal(run.held(1).weights, run.before.weights)
 
 
@@ -137,7 +146,7 @@ def test_the_server_itself_takes_the_step_that_clients_decode():
 def damaged(run: Run, change) -> None:
     """Change what client 1 remembers."""
     entries = run.federation.clients.memory.entries
-    entries[1] = [(r, s, change(record)) for r, s, record in entries[1]]
+    entries[1] = [(r, s, part, change(record)) for r, s, part, record in entries[1]]
 
 
 def flipped(weights: torch.Tensor) -> torch.Tensor:
@@ -180,7 +189,7 @@ def test_a_client_whose_answer_was_lost_applies_no_step_twice():
     run = Run(fv.FedAvg(local=LOCAL, down=STEPS["top-k"]), [(0, 1)] * 4, engine=Noting(lose))
     run.go(2)
     assert run.go().missing == {"1": "late: no answer when the question closed"}
-    assert int(run.state.versions[1]) == 1, "as far as the server knows"
+    assert int(run.state.slots["down"].versions[1]) == 1, "as far as the server knows"
     row = run.go()
     assert (row.metrics["resynced"], row.metrics["caught_up"]) == (0, 1)
     assert torch.equal(run.held(1).weights, run.before.weights)
@@ -203,9 +212,10 @@ def test_a_client_that_does_not_hold_the_weights_refuses_to_train():
     method = fv.FedAvg(local=LOCAL, down=STEPS["top-k"])
     with pytest.raises(fv.Refused, match="lost state: the weights of version 7 are not held; catch up first"):
         method.handlers[TrainHere](stack_of(TASK, 0), TrainHere(7))
-    for memory, version in ((ClientMemory(6, TASK.initial), 7), (ClientMemory(residual=TASK.initial), 0)):
+    older, feedback = {"down": ClientWeights(6, TASK.initial)}, {"feedback": Residuals([TASK.initial])}
+    for slots, version in ((older, 7), (feedback, 0), ({"down": ClientWeights()}, 0)):
         with pytest.raises(fv.Refused, match=f"lost state: the weights of version {version} are not held"):
-            method.handlers[TrainHere](stack_of(TASK, 0, memory=[memory]), TrainHere(version))
+            method.handlers[TrainHere](stack_of(TASK, 0, memory=[Slots(slots)]), TrainHere(version))
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
@@ -216,7 +226,7 @@ def test_the_moments_of_the_servers_optimiser_stay_with_the_server(optimizer):
     assert all(r.metrics["resynced"] == 0 for r in run.rows)
     assert not any(r.missing for r in run.rows)
     assert run.held(1).first is None
-    assert run.before.first is not None
+    assert run.before.slots["server"].first is not None
     assert torch.equal(run.held(1).weights, run.before.weights)
 
 
@@ -224,7 +234,7 @@ def test_a_step_within_a_question_is_checked_like_any_bytes_from_outside():
     method = fv.FedAvg(local=LOCAL, down=STEPS["top-k"])
     good = Run(method, [(0, 1)])
     good.go()
-    (step,) = good.state.history
+    (step,) = good.history(good.state)
     strange = message.frame(Update(torch.ones(803)), Envelope())
     places = torch.arange(16, dtype=torch.int32)
     shorter, nan, twice = (
@@ -246,9 +256,10 @@ def test_a_step_within_a_question_is_checked_like_any_bytes_from_outside():
         stack = stack_of(TASK, 0)
         with pytest.raises(fv.Refused, match=f"^{reason}"):
             method.handlers[CatchUp](stack, CatchUp(1, [frame]))
-        assert stack.kept is None
-    with pytest.raises(fv.Refused, match="wrong kind: this run sends full weights down"):
-        fv.FedAvg().handlers[CatchUp](stack_of(TASK, 0), CatchUp(1, [step]))
+        assert not stack.kept
+    clients = Clients(fv.FedAvg(), TASK, bytes(8), fv.Seed.root(0))  # this run sends full weights down
+    with pytest.raises(fv.Refused, match="wrong kind: fedavg has no question of kind"):
+        clients.answer([Letter(CatchUp.kind, Envelope(client=0, round=1), message.pack(CatchUp(1, [step])))])
 
 
 def test_threads_of_the_server_do_not_put_clients_out_of_step():
@@ -272,7 +283,7 @@ def test_error_feedback_and_the_way_down_share_a_clients_memory():
     for client in (0, 1):
         held = run.held(client)
         assert torch.equal(held.weights, run.before.weights)
-        assert held.residual.abs().max() > 0
+        assert run.slots(client)["feedback"].lost[0].abs().max() > 0
 
 
 def test_a_run_resumed_in_the_middle_ends_with_identical_weights_history_and_versions(tmp_path):
@@ -314,8 +325,8 @@ def test_with_reference_init_each_message_stands_alone():
     run = Run(fv.FedAvg(local=LOCAL, down=INIT), [(0,), (0,), (0, 1)])
     row = run.go(3)
     assert row.down["0"] == row.down["1"] < 4 * TASK.layout.size
-    assert run.state.history == []
-    assert run.held(1) is None
+    assert not run.state.slots
+    assert not run.slots(1)
     assert 0 < row.metrics["cosine_down"] <= 1
 
 
@@ -327,7 +338,7 @@ def test_the_last_rounds_send_full_updates_and_are_those_of_fedavg():
     run = Run(method, [(0, 1)] * 5, rounds=5)
     run.go(3)
     plain = Run(fv.FedAvg(local=LOCAL), [(0, 1)] * 2, rounds=5)
-    plain.number, plain.state = 3, ServerState(run.state.weights)
+    plain.number, plain.state = 3, fv.State(run.state.weights)
     up, down = frame_bytes(Update(run.state.weights, 15)), frame_bytes(TrainFull(run.state.weights))
     assert all(row.up["0"] < 0.7 * up and row.down["0"] < 0.3 * down for row in run.rows)
     del run.engine.letters[:], run.engine.replies[:]

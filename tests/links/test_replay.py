@@ -1,5 +1,7 @@
 """Replay: clients take the server's steps themselves and hold what it holds, or are sent it."""
 
+import dataclasses
+
 import msgspec
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 import fedveil as fv
 from fedveil.core import message
 from fedveil.core.clients import Reply
-from fedveil.core.message import Envelope, Refused
+from fedveil.core.message import Envelope, Refused, Slots
 from fedveil.links.replay import Step
 from fedveil.links.steps import CatchUp, ClientWeights, WeightsDigest
 from methods.baffle.probes import stack
@@ -46,14 +48,15 @@ def federation(task, chosen, plan=None):
 @pytest.mark.parametrize("ema", [0.0, 0.9])
 def test_a_client_that_was_away_three_rounds_ends_with_the_same_weights(server, ema):
     task = digits()
-    run = federation(task, method(server, ema=ema), Away())
+    run = federation(task, method(dataclasses.replace(server, ema=ema)), Away())
     state, rows = run.method.init_state(task), []
     for number in range(1, 6):
         before = state
         state, row = run.step(state, number, 5)
         rows.append(row)
-    live = before.weights if before.live is None else before.live
-    stands = {k: entries[-1][2] for k, entries in run.clients.memory.entries.items()}
+    live = before.slots["average"].live if ema else before.weights
+    assert torch.equal(live, before.weights) == (not ema)
+    stands = {k: entries[-1][3] for k, entries in run.clients.memory.entries.items()}
     assert {stand.version for stand in stands.values()} == {4}
     assert all(torch.equal(stand.weights, live) for stand in stands.values())
     assert rows[-1].metrics["caught_up"] == 1
@@ -90,7 +93,7 @@ def test_a_newcomer_gets_the_state_where_the_steps_are_more_bytes(server, parts)
     assert [part is not None for part in (asked.weights, asked.first, asked.second)] == [True, parts > 1, parts > 2]
     assert not asked.frames
     assert row.down["0"] > parts * 8 * 4
-    assert state.history[0] == b""  # what is never sent is not kept
+    assert state.slots["down"].history[0] == b""  # what is never sent is not kept
 
 
 def test_a_client_that_strayed_is_sent_the_state_and_counted():
@@ -98,19 +101,19 @@ def test_a_client_that_strayed_is_sent_the_state_and_counted():
     run = federation(task, method())
     state, _ = run.step(run.method.init_state(task), 1, 3)
     entries = run.clients.memory.entries[3]
-    round_, serial, stand = entries[-1]
-    entries[-1] = round_, serial, msgspec.structs.replace(stand, weights=stand.weights + 1e-3)
+    round_, serial, part, stand = entries[-1]
+    entries[-1] = round_, serial, part, msgspec.structs.replace(stand, weights=stand.weights + 1e-3)
     state, row = run.step(state, 2, 3)
     assert row.metrics["resynced"] == 1
     assert row.down["3"] > row.down["4"] + 3 * 4 * task.layout.size
-    live = run.clients.memory.entries[3][-1][2].weights
-    assert torch.equal(live, run.clients.memory.entries[4][-1][2].weights)
+    live = run.clients.memory.entries[3][-1][3].weights
+    assert torch.equal(live, run.clients.memory.entries[4][-1][3].weights)
 
 
 def test_a_client_that_says_it_holds_something_else_twice_is_left_out():
     def lie(_, replies):
         for reply in replies:
-            lies = reply.client == 1 and reply.frame[3] == WeightsDigest.kind
+            lies = reply.client == 1 and message.envelope(reply.frame)[0] == WeightsDigest.kind
             yield (
                 Reply(reply.client, message.frame(WeightsDigest(), message.envelope(reply.frame)[1])) if lies else reply
             )
@@ -127,12 +130,12 @@ def test_a_lost_answer_does_not_make_a_client_take_a_step_twice():
     frames = [message.frame(step, Envelope()) for step in steps]
     first = stack(task)
     chosen.steps.follow(first, CatchUp(1, frames[:1]))
-    both = stack(task, memory=first.kept)
+    both = stack(task, memory=[Slots({"down": first.kept["down"][0]})])
     chosen.steps.follow(both, CatchUp(2, frames))  # the server does not know that the first arrived
     expected = SGD.init_state(task.initial)
     for step in steps:
         expected = chosen.take(task, expected, [step.key], [step.coefficients])
-    assert torch.equal(both.kept[0].weights, expected.weights)
+    assert torch.equal(both.kept["down"][0].weights, expected.weights)
 
 
 @pytest.mark.parametrize(

@@ -2,41 +2,50 @@
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import fedveil as fv
 from fedveil.core import message
-from fedveil.core.message import Refused
+from fedveil.core.message import Refused, Slots
+from fedveil.core.method import State
 from fedveil.links.down import TrainHere
 from fedveil.links.steps import CatchUp, ClientWeights, Steps
 from fedveil.methods.baffle.baffle import ProbeHere
-from fedveil.train.optimizers import ServerState
+from fedveil.train.optimizers import Moments
 from toys import linear_task
 
 TASK = linear_task()
 MOMENT = torch.zeros_like(TASK.initial)
 
 
+def state(*moments: torch.Tensor) -> State:
+    """The initial weights, with moments of the server's optimizer."""
+    start = State(TASK.initial)
+    return start.put("server", Moments(*moments)) if moments else start
+
+
 class Adding(Steps):
     """Steps that count how often they are taken."""
 
-    def __init__(self, start: ServerState) -> None:
-        super().__init__(lambda task: start, lambda task, frame: float(frame), self.add)
+    def __init__(self, start: State) -> None:
+        super().__init__(lambda task: start, lambda task, frame: float(frame), self.add, moments=True)
         object.__setattr__(self, "taken", [])
 
-    def add(self, task: fv.Task, now: ServerState, step: float) -> ServerState:
+    def add(self, task: fv.Task, now: State, step: float) -> State:
         self.taken.append(step)
-        return ServerState(now.weights + step, now.first, now.second)
+        return replace(now, weights=now.weights + step)
 
 
 def follow(steps: Steps, question: CatchUp, *memory: ClientWeights | None) -> list[ClientWeights]:
     clients = tuple(range(len(memory)))
-    stack = fv.ClientStack(TASK, clients, 1, fv.Seed.root(0), fv.Seed.root(0), list(memory), [{} for _ in clients])
+    held = [Slots({} if own is None else {"down": own}) for own in memory]
+    stack = fv.ClientStack(TASK, clients, 1, fv.Seed.root(0), fv.Seed.root(0), held, [{} for _ in clients])
     steps.follow(stack, question)
-    return stack.kept
+    return stack.kept["down"]
 
 
 def test_clients_that_hold_the_same_take_its_steps_once():
-    steps = Adding(ServerState(TASK.initial))
+    steps = Adding(state())
     other = ClientWeights(1, TASK.initial + 7)
     first, second, third = follow(steps, CatchUp(2, [b"1", b"2"]), None, ClientWeights(), other)
     assert steps.taken == [1.0, 2.0, 2.0]
@@ -47,7 +56,7 @@ def test_clients_that_hold_the_same_take_its_steps_once():
 
 
 def test_the_same_weights_with_other_moments_are_not_the_same():
-    steps = Adding(ServerState(TASK.initial, MOMENT))
+    steps = Adding(state(MOMENT))
     memory = [ClientWeights(1, TASK.initial, moment) for moment in (MOMENT, MOMENT + 1)]
     kept = follow(steps, CatchUp(2, [b"1"]), *memory)
     assert steps.taken == [1.0, 1.0]
@@ -57,9 +66,9 @@ def test_the_same_weights_with_other_moments_are_not_the_same():
 @pytest.mark.parametrize(
     ("start", "sent"),
     [
-        (ServerState(TASK.initial), CatchUp(1, weights=TASK.initial, first=MOMENT)),
-        (ServerState(TASK.initial, MOMENT, MOMENT), CatchUp(1, weights=TASK.initial, first=MOMENT)),
-        (ServerState(TASK.initial, MOMENT), CatchUp(1, weights=TASK.initial)),
+        (state(), CatchUp(1, weights=TASK.initial, first=MOMENT)),
+        (state(MOMENT, MOMENT), CatchUp(1, weights=TASK.initial, first=MOMENT)),
+        (state(MOMENT), CatchUp(1, weights=TASK.initial)),
     ],
 )
 def test_a_state_with_other_moments_than_the_runs_is_refused(start, sent):
@@ -68,9 +77,7 @@ def test_a_state_with_other_moments_than_the_runs_is_refused(start, sent):
 
 
 def test_a_state_takes_the_place_of_what_a_client_holds():
-    (kept,) = follow(
-        Adding(ServerState(TASK.initial)), CatchUp(5, weights=TASK.initial + 3), ClientWeights(9, TASK.initial)
-    )
+    (kept,) = follow(Adding(state()), CatchUp(5, weights=TASK.initial + 3), ClientWeights(9, TASK.initial))
     assert (kept.version, kept.first, kept.second) == (5, None, None)
     assert torch.equal(kept.weights, TASK.initial + 3)
 

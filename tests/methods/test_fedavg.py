@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import fedveil as fv
+from fedveil.codecs.raw import Update
 from fedveil.core.clients import Reply
 from fedveil.core.message import Envelope, frame
 from fedveil.engines import LocalEngine
-from fedveil.methods.fedavg import Update
 from fedveil.runs import recipe
 from toys import Tamper, linear_task
 

@@ -13,12 +13,12 @@ from codec_tools import digits, image_task, stack_of
 from fedveil.codecs.raw import Update
 from fedveil.core import message
 from fedveil.core.clients import Clients, Letter, Reply
-from fedveil.core.message import Envelope, frame, pack
+from fedveil.core.message import Envelope, Slots, frame, pack
 from fedveil.data import from_tensors
 from fedveil.engines import LocalEngine as Engine
 from fedveil.gpu.graphs import Loop
 from fedveil.links.down import Train
-from fedveil.methods.scaffold import Control, TrainControlled
+from fedveil.methods.scaffold import Control
 from fedveil.privacy import dpsgd
 from fedveil.privacy.accountant import Noised, epsilon
 from fedveil.privacy.dpsgd import DpSgd, Gradients, clipped_sum, normal, poisson
@@ -61,6 +61,11 @@ def uneven(seed: int, sizes=(6, 3, 5, 4)) -> fv.Task:
 # ---------------------------------------------------------------------------------------------------- training
 
 
+def updates(method: fv.Averaging, stack: fv.ClientStack, w: torch.Tensor) -> torch.Tensor:
+    """What training from `w` [d] gives, [C, d]."""
+    return method.released(stack, Train(w), w)["update"]
+
+
 def by_hand(task, client, secret, steps, local=LOCAL, pull=0.0, start=None, push=0.0):
     """DP-SGD, step after step, with the noise and the draws of one client's secret."""
     w, rate = (task.initial if start is None else start).clone(), local.batch / task.largest
@@ -80,7 +85,7 @@ def test_private_training_is_dp_sgd_and_what_looks_at_weights_only_comes_after_t
     task = uneven(0)
     method = fv.FedProx(LOCAL, mu=pull, privacy=PRIVACY) if pull else fv.FedAvg(LOCAL, privacy=PRIVACY)
     stack = stack_of(task, 0, 1, 2, 3)
-    found = method.update(stack, task.initial)
+    found = updates(method, stack, task.initial)
     for k, secret in enumerate(stack.secrets("gradients")):
         expected = by_hand(task, k, secret.child(0), 4, pull=pull) - task.initial
         torch.testing.assert_close(found[k], expected, atol=1e-5, rtol=1e-4)
@@ -91,8 +96,9 @@ def test_scaffold_corrects_after_the_noise_and_makes_its_control_variates_of_pri
     w, c = task.initial + 0.1, torch.linspace(-0.2, 0.2, 8)
     own = [torch.full((8,), 0.1 * k) for k in range(4)]
     stack = stack_of(task, 0, 1, 2, 3)
-    stack.memory[:] = [Control(each) for each in own]
-    answers = method.train(stack, TrainControlled(w, c))
+    stack.memory[:] = [Slots({"scaffold": Control(each)}) for each in own]
+    question = method.parts.down.question
+    answers = method.handlers[question](stack, question(weights=w, control=c))
     for k, secret in enumerate(stack.secrets("gradients")):
         trained = by_hand(task, k, secret.child(0), 4, start=w, push=c - own[k])
         torch.testing.assert_close(answers[k].update, trained - w, atol=1e-5, rtol=1e-4)
@@ -123,10 +129,10 @@ def test_noise_that_is_too_much_to_hold_is_drawn_in_pieces(monkeypatch):
     monkeypatch.setattr(dpsgd, "NOISE", 3 * 8)
     monkeypatch.setattr(DpSgd, "gradients", watched)
     method = fv.FedAvg(dataclasses.replace(LOCAL, steps=8), privacy=PRIVACY)
-    together = method.update(stack_of(task, 0, 1, 2, 3), task.initial)
+    together = updates(method, stack_of(task, 0, 1, 2, 3), task.initial)
     assert [steps for steps, _ in pieces] == [3, 3, 2]
     assert len({key for _, keys in pieces for key in keys}) == 12  # no noise twice
-    alone = method.update(stack_of(task, 2), task.initial)
+    alone = updates(method, stack_of(task, 2), task.initial)
     torch.testing.assert_close(alone[0], together[2], atol=1e-5, rtol=1e-4)
 
 
@@ -139,7 +145,7 @@ def test_the_number_of_steps_is_public():
 def test_fedsgd_noises_the_sum_of_all_records_once_and_divides_by_the_most_there_may_be():
     task = uneven(0)
     method, stack = fv.FedSGD(privacy=PRIVACY), stack_of(task, 0, 1)
-    found = method.update(stack, task.initial)
+    found = updates(method, stack, task.initial)
     for k, secret in enumerate(stack.secrets("gradients")):
         rows = task.clients[k]
         total = clipped_sum(
@@ -163,7 +169,7 @@ def test_no_step_of_private_training_needs_the_host(monkeypatch, optimizer):
 
     monkeypatch.setattr(Loop, "run", run)
     local = dataclasses.replace(LOCAL, optimizer=optimizer)
-    fv.FedProx(local, privacy=PRIVACY).update(stack_of(uneven(0), 0, 1), uneven(0).initial)
+    updates(fv.FedProx(local, privacy=PRIVACY), stack_of(uneven(0), 0, 1), uneven(0).initial)
     assert len(watched) == 4
     assert all(seen == watched[0] for seen in watched)
 
@@ -175,7 +181,11 @@ METHODS = {
     f"{kind.name}, {name}": kind(LOCAL, up=codec, privacy=PRIVACY, feedback=name == "qsgd")
     for kind in (fv.FedAvg, fv.FedProx, fv.FedSGD)
     for name, codec in CODECS.items()
-} | {"scaffold": fv.Scaffold(LOCAL, privacy=PRIVACY)}
+} | {
+    f"scaffold, {name}": fv.Scaffold(LOCAL, up=codec, privacy=PRIVACY, feedback=name == "qsgd")
+    for name, codec in CODECS.items()
+    if not codec.in_code_space
+}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -225,11 +235,12 @@ def test_a_secure_sum_is_that_of_the_private_updates():
     seen = []
 
     class Watched(fv.FedAvg):
-        def update(self, stack, w):
-            seen.append(super().update(stack, w))
-            return seen[-1]
+        def trained(self, stack, question, w, trained):
+            seen.append(trained.update)
+            return super().trained(stack, question, w, trained)
 
-    summed = fv.run(task, Watched(**vars(method)), **same)
+    chosen = {each.name: getattr(method, each.name) for each in dataclasses.fields(method)}
+    summed = fv.run(task, Watched(**chosen), **same)
     torch.testing.assert_close(summed.weights - task.initial, seen[0].mean(0), atol=4.0 / 2**19, rtol=0)
     assert summed.ledger.rows[0].epsilon == epsilon([Noised(1.5, 0.5, 4)], 1e-3)
 
@@ -324,7 +335,7 @@ def test_a_delta_or_a_budget_that_promises_nothing_is_refused():
         fv.run(uneven(0), fv.FedAvg(privacy=DpSgd(delta=0.5)), rounds=1)
     with pytest.raises(ValueError, match="set one of them"):
         fv.FedAvg(privacy=PRIVACY, user_privacy=fv.UserLevel())
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match=r"q-fedavg has no method.privacy: .*which no noise covers; use fedavg"):
         fv.QFedAvg(privacy=PRIVACY)
 
 
@@ -341,6 +352,6 @@ def test_noise_is_as_large_as_it_says():
     task = linear_task(clients=200, records=400)
     local = fv.LocalTraining(lr=1e-3, steps=4, batch=1)
     w = task.initial
-    found = fv.FedAvg(local, privacy=DpSgd(noise=50.0, clip=2.0)).update(stack_of(task, *range(200)), w)
+    found = updates(fv.FedAvg(local, privacy=DpSgd(noise=50.0, clip=2.0)), stack_of(task, *range(200)), w)
     expected = 1e-3 * 50.0 * 2.0 * math.sqrt(4)
     assert float(found.std()) == pytest.approx(expected, rel=5 / math.sqrt(2 * found.numel()))

@@ -10,6 +10,7 @@ from codec_tools import digits, stack_of
 from fedveil.attacks.differential import expose, overheard
 from fedveil.core.clients import Clients, Letter
 from fedveil.core.message import Envelope, Refused, pack
+from fedveil.engines import LocalEngine
 from fedveil.links.down import Train, TrainFull
 from fedveil.privacy import SecureSum
 from fedveil.runs import recipe
@@ -40,6 +41,29 @@ def test_the_sum_of_updates_gives_the_mean_within_its_rounding(method):
     assert secure.ledger.summary("fedavg")["protocol_up"] > 0
 
 
+def test_update_and_control_variate_are_summed_together():
+    """The same weights and control variates as in the clear, within the rounding of fixed point, round after round."""
+    method, task, error = fv.Scaffold(LOCAL), digits(), 0.0
+    states = {}
+    for how in (None, SecureSum(clip=4.0, bits=30)):
+        chosen = replace(method, secure=how)
+        run = fv.Federation(task, chosen, LocalEngine(), fv.CohortSampler(size=5), fv.Seed.root(0))
+        states[how is None] = [chosen.init_state(task)]
+        for number in (1, 2):
+            after, row = run.step(states[how is None][-1], number, 2)
+            states[how is None].append(after)
+            assert not row.missing
+            error = max(error, row.metrics.get("quantisation", 0.0))
+            assert [stage.stage for stage in row.secure] == (STAGES if how else [])
+            assert row.metrics.get("clipped", 0) == 0
+    assert 0 < error < 1e-6
+    for clear, secure in zip(states[True], states[False], strict=True):
+        own, summed = clear.slots["scaffold"].control, secure.slots["scaffold"].control
+        torch.testing.assert_close(secure.weights, clear.weights, atol=2 * error + 1e-5, rtol=0)
+        torch.testing.assert_close(summed, own, atol=2 * error + 1e-5, rtol=0)
+    assert own.abs().max() > 1e-3
+
+
 def test_drop_outs_after_masking_are_in_the_sum_and_others_are_not():
     secure = ran(replace(fv.FedAvg(LOCAL), secure=SecureSum()), 6, size=8, drop=0.1)
     assert any(row.missing for row in secure.ledger.rows)
@@ -62,19 +86,17 @@ def test_codes_are_summed_and_only_their_mean_is_decoded():
 @pytest.mark.parametrize(
     ("method", "told"),
     [
-        (fv.Tofu(LOCAL, secure=SecureSum()), "secure sum of Proxies means nothing"),
-        (fv.FedAvg(LOCAL, fv.Qsgd(), secure=SecureSum()), "secure sum of Quantised means nothing"),
-        (fv.FedAvg(LOCAL, aggregator=fv.Aggregator("median"), secure=SecureSum()), "aggregator.kind is 'median'"),
-        (
-            fv.Tofu(LOCAL, aggregator=fv.Aggregator("krum"), full_rounds=1, secure=SecureSum()),
-            "aggregator.kind is 'krum'",
-        ),
+        (fv.Tofu(LOCAL), "secure sum of Proxies means nothing"),
+        (fv.FedAvg(LOCAL, fv.Qsgd()), "secure sum of Quantised means nothing"),
+        (fv.Scaffold(LOCAL, fv.TopK()), "secure sum of Sparse means nothing"),
+        (fv.FedAvg(LOCAL, aggregator=fv.Aggregator("median")), "aggregator.kind is 'median'"),
+        (fv.Tofu(LOCAL, aggregator=fv.Aggregator("krum"), full_rounds=1), "aggregator.kind is 'krum'"),
     ],
-    ids=["tofu", "qsgd", "median", "krum"],
+    ids=["tofu", "qsgd", "top-k", "median", "krum"],
 )
 def test_what_does_not_sum_is_said_before_the_run(method, told):
     with pytest.raises(ValueError, match=told):
-        ran(method)
+        replace(method, secure=SecureSum())
 
 
 def test_codes_and_full_updates_are_not_summed_in_one_run():
@@ -103,7 +125,7 @@ def test_the_cost_is_known_with_its_protocol(changes):
 def test_attacks_that_succeed_on_codes_fail_on_what_a_secure_sum_shows():
     task, seed = digits(), fv.Seed.root(3)
     stack, method = stack_of(task, 0, 1, 2, 3, 4), fv.FedAge(LOCAL, AGE, secure=SecureSum())
-    updates, round_ = method.update(stack, task.initial), seed.child("round", 1)
+    updates, round_ = method.trainer.train(stack, task.initial, None).update, seed.child("round", 1)
     plan = fv.CohortSampler(size=len(task.clients))
     heard = overheard(task, method, plan, seed, method.init_state(task), 1)
     shown = expose(task, AGE, updates, round_)

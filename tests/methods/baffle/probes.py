@@ -3,13 +3,14 @@
 import torch
 
 import fedveil as fv
+from fedveil.core.message import Slots
 from fedveil.core.stack import ClientStack
 from toys import linear_task
 
 
 def stack(task: fv.Task, clients=None, memory=None) -> ClientStack:
     chosen = tuple(range(len(task.clients))) if clients is None else clients
-    held = memory or [None] * len(chosen)
+    held = memory or [Slots()] * len(chosen)
     return ClientStack(task, chosen, 1, fv.Seed.root(0), fv.Seed.root(0), held, [{} for _ in chosen])
 
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import fedveil as fv
+from fedveil.core.message import Slots
 from fedveil.data import from_tensors
 
 
@@ -25,7 +26,7 @@ def task_of(sizes=(12, 12, 12, 12), hands=((0, 1), (1, 2), (0, 2), (0, 1)), seed
 
 def stack_of(task, clients=None, round_=1, memory=None, notes=None) -> fv.ClientStack:
     clients = tuple(range(len(task.clients))) if clients is None else clients
-    blank = [None] * len(clients)
+    blank = [Slots()] * len(clients)
     seed, secret = fv.Seed.root(0).child("round", round_), fv.Seed.root(9)
     return fv.ClientStack(task, clients, round_, seed, secret, memory or blank, notes or [{} for _ in clients])
 
