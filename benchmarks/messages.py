@@ -7,7 +7,7 @@ import torch
 from benchmarks.clock import in_turns
 from fedveil.core import message, schema
 from fedveil.core.message import Envelope
-from fedveil.methods.fedavg import Update
+from fedveil.codecs.raw import Update
 
 
 def million_floats() -> dict[str, float]:

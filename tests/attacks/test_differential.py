@@ -9,6 +9,7 @@ import torch
 import fedveil as fv
 from codec_tools import digits, image_task, stack_of, trained
 from fedveil.attacks.differential import differential, direct, expose
+from fedveil.codecs.fedage import Send
 
 LINEAR = fv.FedAgeCodec(block=16, cohort=5, width=0)
 SHIPPED = replace(LINEAR, width=64)
@@ -32,7 +33,7 @@ def test_the_control_is_rebuilt_and_codes_show_what_they_keep(codec):
 
 def test_of_a_linear_code_leaving_out_finds_what_decoding_finds():
     task, updates = image_task(), torch.randn(3, image_task().layout.size, generator=torch.Generator().manual_seed(0))
-    tuned = LINEAR.at(float(updates.abs().max()), fv.Seed.root(2))
+    tuned = LINEAR.at(task, Send(float(updates.abs().max()), LINEAR.digest), fv.Seed.root(2))
     payloads = tuned.encode(task, updates, updates, [fv.Seed.root(k) for k in range(3)], None)
     torch.testing.assert_close(direct(task, tuned, payloads), differential(task, tuned, payloads), atol=1e-4, rtol=1e-4)
 
@@ -48,7 +49,8 @@ def test_clients_that_are_alike_have_a_high_baseline_and_their_own_part_is_found
 def test_more_noise_before_the_code_leaves_less_to_find():
     updates = unlike()
     noisy = updates + 3 * torch.randn(updates.shape, generator=torch.Generator().manual_seed(1))
-    task, tuned = digits(), LINEAR.at(float(noisy.abs().max()), fv.Seed.root(2))
+    task = digits()
+    tuned = LINEAR.at(task, Send(float(noisy.abs().max()), LINEAR.digest), fv.Seed.root(2))
     payloads = tuned.encode(task, noisy, noisy, [fv.Seed.root(k) for k in range(5)], None)
     found = torch.cosine_similarity(differential(task, tuned, payloads), updates, 1)
     assert float(found.max()) < 0.3

@@ -9,7 +9,8 @@ from torch import nn
 
 import fedveil as fv
 from fedveil.attacks.mechanism import Heard, Mechanism, Planted, Tapped, audit, bound, canary, noise, quiet
-from fedveil.core.loop import private_root
+from fedveil.core.message import Slots
+from fedveil.core.setup import private_root
 from fedveil.core.stack import ClientStack
 from fedveil.data import from_tensors
 from fedveil.privacy import account, dpsgd
@@ -124,7 +125,7 @@ def test_a_change_of_the_records_leaves_canaries_as_they_are():
     task = planted(np.ones(8, bool))
     heard = Heard(task.places)
     how = Tapped(noise=1.0, heard=heard, silent=True)
-    stack = ClientStack(task, (0,), 1, fv.Seed.root(0), fv.Seed.root(1), [None], [{}])
+    stack = ClientStack(task, (0,), 1, fv.Seed.root(0), fv.Seed.root(1), [Slots()], [{}])
     draw = how.gradients(stack, task.initial[None], 12, [(3, [fv.Seed.root(2)])], lambda x: x * 0)
     for _ in range(3):
         draw()

@@ -22,13 +22,14 @@ from fedveil import cli, data
 from fedveil.cli import commands, jobs, progress, shell, show
 from fedveil.cli.options import What
 from fedveil.cli.progress import Interrupt
+from fedveil.codecs.raw import Update
 from fedveil.core import message
 from fedveil.core.ledger import Ledger
 from fedveil.core.message import Envelope
 from fedveil.gpu import graphs
-from fedveil.methods.fedavg import Update
 from fedveil.runs import recipe
-from fedveil.runs.folder import RunFolder, read_checkpoint
+from fedveil.runs.checkpoint import read_checkpoint
+from fedveil.runs.folder import RunFolder
 
 KEYS = {
     "method", "rounds", "accuracy", "accuracy_last3", "loss", "bytes_up", "bytes_down", "bytes_up_per_client_round",
@@ -530,18 +531,24 @@ def test_a_checkpoint_is_shown_with_state_and_memories() -> None:
     good(run("a", method="scaffold"))
     told = good(fv("inspect", "a/checkpoint-00000002.fv", "--format", "json"))
     assert (told["kind"], told["round"]) == ("Checkpoint", 2)
-    state, memory, *_ = told["records"]
-    assert (state["part"], state["kind"], memory["kind"]) == ("state", "ScaffoldState", "Control")
-    assert re.fullmatch(r"memory of client \d, round \d, question 0", memory["part"])
+    state, slot, memory, *_ = told["records"]
+    assert (state["part"], state["kind"], state["fields"]["slots"]) == ("state", "State", "scaffold")
+    assert (slot["part"], slot["kind"]) == ("scaffold of the server", "Control")
+    assert memory["kind"] == "Control"
+    assert re.fullmatch(r"scaffold of client \d, round \d, question 0", memory["part"])
     seen = state["fields"]["weights"]
     assert (seen["dtype"], seen["shape"]) == ("float32", [20010])
     assert seen["norm"] == pytest.approx(float(weights("a").norm()), rel=1e-5)
     assert seen["min"] < seen["mean"] < seen["max"]
     shown = good(fv("inspect", "a/checkpoint-00000002.fv"))
     assert max(map(len, shown.splitlines())) <= 80
-    good(run("b", rounds=1))
+    good(run("b", "--set", "method.down.name=half", "--set", "method.server.optimizer=momentum", rounds=1))
     shown = good(fv("inspect", "b/checkpoint-00000001.fv"))
-    assert re.search(r"^  first +none\n.*\n  history +0 entries$", shown, re.M)
+    assert re.search(r"^  slots +server, down$", shown, re.M)
+    assert re.search(r"^  second +none$", shown, re.M)
+    assert re.search(r"^  history +1 entries$", shown, re.M)
+    good(run("c", rounds=1))
+    assert re.search(r"^  slots +none$", good(fv("inspect", "c/checkpoint-00000001.fv")), re.M)
 
 
 def test_a_message_is_shown_with_its_envelope() -> None:

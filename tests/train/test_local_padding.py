@@ -13,6 +13,7 @@ from torch import nn
 
 import fedveil as fv
 from fedveil.codecs.directions import Directions
+from fedveil.core.message import Slots
 from fedveil.core.stack import ClientStack
 from fedveil.data import from_tensors
 from fedveil.methods.baffle.probing import Prober, forward_only
@@ -120,7 +121,9 @@ def task(request):
 
 def stack_of(task, *clients):
     clients = clients or tuple(range(len(SIZES)))
-    return ClientStack(task, clients, 1, fv.Seed.root(2), fv.Seed.root(3), [None] * len(clients), [{} for _ in clients])
+    return ClientStack(
+        task, clients, 1, fv.Seed.root(2), fv.Seed.root(3), [Slots()] * len(clients), [{} for _ in clients]
+    )
 
 
 def slope(task, w, rows):
