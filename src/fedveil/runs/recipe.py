@@ -226,7 +226,8 @@ def _build(kind: type[Any], table: Any, path: str) -> Any:
         raise ValueError(f"'{path}' holds several keys ({', '.join(keys(kind))}); write '{path}.KEY'")
     table = dict(table)
     if hasattr(kind, "registry"):
-        what, registry = kind.__mro__[-2].__name__.lower(), kind.registry
+        what = next(base for base in kind.__mro__ if "registry" in vars(base)).__name__.lower()
+        registry = kind.registry
         name = str(table.pop("name", getattr(kind, "name", None)))
         if name not in registry:
             raise ValueError(f"there is no {what} '{name}'{nearest(name, registry)}")
