@@ -10,6 +10,7 @@ import torch
 import fedveil as fv
 from fedveil import models
 from fedveil.codecs.autoencoder import Code, Pair, linear
+from fedveil.codecs.fedage import Send
 from fedveil.core.stack import ClientStack
 from fedveil.data import from_tensors
 
@@ -45,7 +46,8 @@ def fedage() -> dict[str, float]:
             decoding = share / clients * _seconds(lambda p=pair, q=codes: p.decode(q), task)
             figures |= {f"{name}: encoding / training": encoding / training, f"{name}: decoding, seconds": decoding}
         updates = 0.01 * torch.randn(clients, task.layout.size, generator=draw).to(device)
-        tuned = fv.FedAgeCodec(width=0).at(0.05, fv.Seed.root(0))
+        codec = fv.FedAgeCodec(width=0)
+        tuned = codec.at(task, Send(0.05, codec.digest), fv.Seed.root(0))
         whole = _seconds(lambda: tuned.encode(task, updates, updates, stack.seeds("encoding"), None), task) / clients
         figures["rounding, shuffling and the linear code / training"] = whole / training
         return figures

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from benchmarks.clock import in_turns
+from fedveil.codecs.raw import Update
 from fedveil.core import message, schema
 from fedveil.core.message import Envelope
-from fedveil.codecs.raw import Update
 
 
 def million_floats() -> dict[str, float]:

@@ -474,7 +474,7 @@ class Aged(Nodes):
             return super().push_messages(messages)
         with pytest.MonkeyPatch.context() as patch:
             if self.theirs["version"]:
-                patch.setattr(fv, "__version__", self.theirs["version"])
+                patch.setattr(wire, "__version__", self.theirs["version"])
                 patch.setattr(message, "VERSION", self.theirs["format"])
                 return super().push_messages(messages)
         asked_before = Message(wire.content({}), reply_to=grid_question(asked))
