@@ -188,8 +188,8 @@ def compare(
 ) -> None:
     """Run several recipes and write one report.
 
-    Each run goes to a folder of its own in --out; one that is there already is continued, or used if it is finished.
-    Without a RECIPE ten runs, one of them private, are compared on digits.
+    Each run has a folder in --out and goes on from what is there already. Without a RECIPE, compare ten runs on
+    digits, one of them private.
 
     Example: fedveil compare digits/fedavg digits/scaffold --set rounds=10
     """

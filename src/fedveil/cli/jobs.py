@@ -117,10 +117,11 @@ class Job:
             if known.get("engine") == DEPLOYED:
                 told = f"{path} is the run of a deployment, whose records are elsewhere"
                 raise ValueError(f"{told}; it goes on when its app is started again")
-            where = msgspec.convert(known, Where)
-            import_modules(where.imports or ())  # before anything of theirs is read
+            modules = msgspec.convert(known.get("imports") or [], list[str])
+            import_modules(modules)  # before anything of theirs is read
             saved = newest(path)
             rows = first_rows(path, saved.round if saved else 0)
+            msgspec.convert(known, Where)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path / 'environment.json'} is damaged: {error}") from None
         plan = recipe.read(str(path / "recipe.toml"))
