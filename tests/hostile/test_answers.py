@@ -19,6 +19,7 @@ LOCAL = fv.LocalTraining(lr=0.5, batch=100)
 METHODS = {
     "fedavg": fv.FedAvg(local=LOCAL, server=fv.ServerOptimizer(optimizer="momentum")),
     "fedprox": fv.FedProx(local=LOCAL, server=fv.ServerOptimizer(optimizer="adam")),
+    "feddyn": fv.FedDyn(local=LOCAL),
     "fedsgd": fv.FedSGD(),
     "scaffold": fv.Scaffold(local=LOCAL),
     "q-fedavg": fv.QFedAvg(local=LOCAL),
@@ -87,7 +88,7 @@ def test_a_hostile_answer_is_refused_by_name_and_changes_nothing(name, attack, r
     assert torch.equal(result.weights, silent(name).weights)
 
 
-RAW = {f"fedveil.methods.{module}" for module in ("fedavg", "fedprox", "fedsgd", "scaffold", "qfedavg")}
+RAW = {f"fedveil.methods.{module}" for module in ("fedavg", "fedprox", "feddyn", "fedsgd", "scaffold", "qfedavg")}
 
 
 def test_the_methods_here_are_all_that_send_raw_updates():

@@ -19,7 +19,7 @@ RUN, CLIENT, ROUND = b"this run", 2, 3
 TASK = linear_task()
 METHODS = {
     method: method.parts.down.question
-    for method in (fv.FedAvg(), fv.FedProx(), fv.FedSGD(), fv.Scaffold(), fv.QFedAvg())
+    for method in (fv.FedAvg(), fv.FedProx(), fv.FedDyn(), fv.FedSGD(), fv.Scaffold(), fv.QFedAvg())
 }
 
 # What a client cannot know to be wrong: it may be asked later, something else, or stand for another client too.
