@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks import encoding, fedage, federation, flower, messages, probes, secagg, surrogates
 from fedveil.gpu import graphs
-from fedveil.runs.folder import environment
+from fedveil.runs.fingerprint import environment
 
 BENCHMARKS: dict[str, Callable[[], dict[str, float]]] = {
     "digits": federation.digits,

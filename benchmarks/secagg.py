@@ -15,14 +15,16 @@ from torch import Tensor, nn
 
 import fedveil as fv
 from benchmarks.clock import in_turns
-from fedveil.core import message
+from fedveil.core import identity, message
 from fedveil.core.clients import Clients, Letter, Reply
 from fedveil.core.message import Answer, Count, Question, Weights
 from fedveil.data import from_tensors
 from fedveil.engines import LocalEngine
 from fedveil.privacy import SecureSum, skellam
-from fedveil.privacy.secagg import identity, shamir
-from fedveil.privacy.secagg.protocol import Advertise, Deal, Mask, Share, Unmask
+from fedveil.privacy.secagg import shamir
+from fedveil.privacy.secagg.client import stages
+from fedveil.privacy.secagg.records import Advertise, Deal, Mask, Share, Unmask
+from fedveil.privacy.secagg.server import ask_sum
 from fedveil.privacy.skellam import SumNoise
 
 
@@ -55,11 +57,11 @@ class _Given(fv.Method):
         return _State(task.initial)
 
     def round(self, state: Any, cohort: fv.Cohort) -> fv.State:
-        return _State(state.weights + cohort.ask_sum(_Give(), self.secure).mean("update"))
+        return _State(state.weights + ask_sum(cohort, _Give(), self.secure).mean("update"))
 
     @property
     def handlers(self) -> Mapping[type[Question], Callable[..., Sequence[Answer]]]:
-        return self.secure.stages({_Give: lambda stack, q: [_Vector(self.vectors[k]) for k in stack.clients]})
+        return stages(self.secure, {_Give: lambda stack, q: [_Vector(self.vectors[k]) for k in stack.clients]})
 
 
 del fv.METHODS[_Given.name]

@@ -14,14 +14,17 @@ from fedveil.codecs.topk import TopK
 from fedveil.codecs.zstd import Zstd
 from fedveil.core.cohort import Answers, Cohort
 from fedveil.core.ledger import Ledger, Result, Row
-from fedveil.core.loop import Federation, run, settle
+from fedveil.core.loop import Federation
 from fedveil.core.message import Answer, Question, Record, Refused, Slots
 from fedveil.core.method import METHODS, About, Method, State
 from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
+from fedveil.core.setup import settle
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
+from fedveil.core.version import __version__
 from fedveil.data import Data, Split, load, split
+from fedveil.facade import plot, run
 from fedveil.links.up import Total
 from fedveil.methods.averaging import Averaging
 from fedveil.methods.baffle.baffle import Baffle
@@ -45,8 +48,6 @@ from fedveil.train.local import LocalTraining
 from fedveil.train.optimizers import ServerOptimizer
 from fedveil.train.trainers import Trained
 from fedveil.train.vectors import Vectors
-
-__version__ = "0.3.0"
 
 __all__ = [
     "METHODS",
@@ -107,8 +108,10 @@ __all__ = [
     "UserLevel",
     "Vectors",
     "Zstd",
+    "__version__",
     "load",
     "load_plugins",
+    "plot",
     "run",
     "settle",
     "split",

@@ -11,9 +11,9 @@ import torch
 
 import fedveil as fv
 from fedveil.core.clients import Letter, Reply
-from fedveil.core.loop import NoUsableAnswers
 from fedveil.core.memory import Memory, Spent
 from fedveil.core.message import Envelope, Refused
+from fedveil.core.outcome import NoUsableAnswers
 from fedveil.engines import LocalEngine
 from fedveil.methods.scaffold import Control
 from fedveil.train.vectors import Vectors

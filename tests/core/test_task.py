@@ -224,7 +224,7 @@ def test_a_trial_is_made_once_a_task(monkeypatch):
     task, tried = task_with(nn.Linear(4, 3)), []
     monkeypatch.setattr(task, "_try", tried.append)
     for _ in range(3):
-        fv.core.loop.init_state(task, fv.FedAvg(up=fv.FedSynthCodec()), fv.CohortSampler(size=2))
+        fv.core.setup.init_state(task, fv.FedAvg(up=fv.FedSynthCodec()), fv.CohortSampler(size=2))
     assert len(tried) == len(set(tried)) == 4
 
 
@@ -326,7 +326,7 @@ def test_accuracy_is_measured_only_where_outputs_are_class_scores(outputs, loss,
     assert ("accuracy" in result.ledger.rows[0].metrics) == fits
     assert (result.summary()["accuracy"] is not None) == fits
     assert ("accuracy" in result.table()) == fits
-    result.plot()
+    fv.plot(result)
     if not fits:
         with pytest.raises(ValueError, match=r"target is 0\.9, but the model's outputs are not class scores"):
             fv.run(task, fv.FedAvg(), rounds=1, cohort=2, target=0.9)

@@ -12,7 +12,7 @@ from fedveil.engines.claims import Claims, Roster, Seat
 from fedveil.engines.local import LocalEngine
 from fedveil.privacy.account import SPENT
 from fedveil.runs import recipe
-from fedveil.runs.folder import RunError, read_checkpoint
+from fedveil.runs.checkpoint import RunError, read_checkpoint
 
 pytest.importorskip("flwr")
 

@@ -23,7 +23,7 @@ from fedveil.deploy import keys, rehearse, roster, scaffold
 from fedveil.engines.local import LocalEngine
 from fedveil.privacy.account import SPENT
 from fedveil.runs import recipe
-from fedveil.runs.folder import read_checkpoint
+from fedveil.runs.checkpoint import read_checkpoint
 
 pytest.importorskip("flwr")
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are counted in /proc")

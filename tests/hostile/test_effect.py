@@ -26,7 +26,7 @@ from fedveil.methods.surrogates.feddm import FedDm
 from fedveil.methods.surrogates.fedlap import FedLap
 from fedveil.methods.surrogates.sets import Surrogate
 from fedveil.runs import recipe
-from fedveil.runs.folder import newest
+from fedveil.runs.checkpoint import newest
 from fedveil.train.aggregators import ROOM, clamped
 from hostile.test_codecs import CODECS
 from methods.surrogates.small import task_of

@@ -13,9 +13,10 @@ from fedveil.engines import LocalEngine as Engine
 from fedveil.engines import kept
 from fedveil.links.down import Train
 from fedveil.links.steps import ClientWeights
-from fedveil.privacy.account import Account, Tally
+from fedveil.privacy.account import Account, Tally, priced
 from fedveil.privacy.accountant import Noised, epsilon
-from fedveil.runs.folder import RunError, RunFolder
+from fedveil.runs.checkpoint import RunError
+from fedveil.runs.folder import RunFolder
 from toys import Tamper, linear_task
 
 LOCAL = fv.LocalTraining(lr=0.1, steps=3, batch=2)
@@ -41,14 +42,14 @@ def test_what_was_spent_stays_while_the_memory_of_a_round_is_replaced():
     for record in (first, again):
         memory.keep(3, 1, 0, {"down": record})
         memory.charge(3, bytes(8), price)
-    assert memory.spent(3) == {STEPS: 3}
+    assert priced(memory.spent(3)) == {STEPS: 3}
     assert not memory.before(3, 1, 0)
     assert memory.before(3, 1, 1)["down"] is again
     memory.keep(3, 2, 0, {"down": first})
     memory.keep(3, 3, 0, {"down": first})
-    assert memory.spent(3) == {STEPS: 3}
+    assert priced(memory.spent(3)) == {STEPS: 3}
     assert [e[:2] for e in memory.entries[3]] == [(0, 0), (2, 0), (3, 0)]
-    assert not memory.spent(4)
+    assert not priced(memory.spent(4))
 
 
 def test_a_question_that_is_asked_again_is_charged_again_and_refused_over_budget():
@@ -63,10 +64,10 @@ def test_a_question_that_is_asked_again_is_charged_again_and_refused_over_budget
         seen.add(clients.answer([asked])[0].frame)
         frame = kept.pack(clients, 2)
     assert len(seen) == 3  # each with noise of its own
-    assert clients.memory.spent(2) == {STEPS: 3}
+    assert priced(clients.memory.spent(2)) == {STEPS: 3}
     with pytest.raises(fv.Refused, match=r"over budget: the answer would bring ε to .*, the budget is"):
         clients.answer([asked])
-    assert clients.memory.spent(2) == {STEPS: 3}
+    assert priced(clients.memory.spent(2)) == {STEPS: 3}
     assert clients.answer([Letter(Train.kind, Envelope(bytes(8), 1, 1), asked.payload)])  # another has its own account
 
 
@@ -74,7 +75,7 @@ class Broken(fv.FedAvg):
     """Training fails, and its words quote records."""
 
     def correction(self, stack, question, w):  # called before the records are looked at
-        SEEN.append(dict(CLIENTS[0].memory.spent(stack.clients[0])))
+        SEEN.append(dict(priced(CLIENTS[0].memory.spent(stack.clients[0]))))
         raise RuntimeError(f"a record is {float(stack.task.x[0, 0])}")
 
 
@@ -91,7 +92,7 @@ def test_an_answer_is_charged_before_records_are_looked_at_and_stays_charged_if_
         with pytest.raises(Unanswered) as caught:
             clients.answer([asked])
         assert Clients.problem(caught.value) == "failed: the client gives no answer; its own log says why"
-        assert clients.memory.spent(2) == SEEN[-1] == {STEPS: times}
+        assert priced(clients.memory.spent(2)) == SEEN[-1] == {STEPS: times}
     assert "a record is" in caplog.text
 
 
@@ -139,7 +140,7 @@ def test_a_stack_that_is_halved_is_charged_once():
     for times in (1, 2):
         state, row = federation.step(state, times, 9)
         assert list(row.missing) == ["2"]
-        assert [federation.clients.memory.spent(k) for k in range(4)] == [{STEPS: times}] * 4
+        assert [priced(federation.clients.memory.spent(k)) for k in range(4)] == [{STEPS: times}] * 4
 
 
 def test_answers_of_different_prices_and_runs_are_composed():
@@ -148,11 +149,11 @@ def test_answers_of_different_prices_and_runs_are_composed():
     memory.charge(0, b"one run.", price)
     memory.charge(0, b"another.", price)
     memory.charge(0, b"another.", more)
-    spent = memory.spent(0, price.unit)
+    spent = priced(memory.spent(0, price.unit))
     assert spent == {STEPS: 2, more.answer: 1}
     both = epsilon([Noised(1.0, 2 / 6, 6), Noised(2.0, 2 / 6, 3)], 1e-3)
     assert price.spent(spent) == more.spent(spent) == both > cost(2)
-    assert not memory.spent(0, "user_privacy, replacement"), "what protects clients is another promise"
+    assert not priced(memory.spent(0, "user_privacy, replacement")), "what protects clients is another promise"
 
 
 # ---------------------------------------------------------------------------------------------------- the server
@@ -328,7 +329,7 @@ def test_two_processes_of_one_client_do_not_count_one_answer(tmp_path):
     last = Clients(method, task, bytes(8), fv.Seed.root(0))
     with kept.Home(tmp_path, 2) as home:
         home.load(last, bytes(32))
-    assert last.memory.spent(2) == {STEPS: 12}
+    assert priced(last.memory.spent(2)) == {STEPS: 12}
 
 
 def test_a_damaged_account_is_refused_and_not_begun_anew(tmp_path):

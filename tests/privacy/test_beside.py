@@ -13,8 +13,8 @@ from fedveil.privacy.account import Account, Tally
 from fedveil.privacy.accountant import Noised, Skellam, epsilon
 from fedveil.report.folder import read
 from fedveil.runs import recipe
+from fedveil.runs.checkpoint import RunError
 from fedveil.runs.cost import cost
-from fedveil.runs.folder import RunError
 from shell import fv as shell
 from shell import good
 from toys import linear_task

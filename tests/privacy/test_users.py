@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 import fedveil as fv
 from codec_tools import stack_of
-from fedveil.core.loop import private_root
+from fedveil.core.setup import private_root
 from fedveil.engines import LocalEngine as Engine
 from fedveil.links.down import Train
 from fedveil.privacy import skellam
@@ -20,6 +21,7 @@ from fedveil.privacy.dpsgd import WITHIN, normal
 from fedveil.privacy.users import UserLevel
 from fedveil.runs import recipe
 from fedveil.runs.cost import cost
+from privacy.secagg.sums import Transport
 from toys import linear_task
 
 LOCAL = fv.LocalTraining(lr=0.5, batch=3)
@@ -155,6 +157,70 @@ def test_a_secure_sum_of_private_updates_is_divided_by_the_public_number():
 def stack(task, clients, seed):
     """Of the first round of a run with this seed."""
     return dataclasses.replace(stack_of(task, *clients), seed=fv.Seed.root(seed).child("round", 1))
+
+
+# ---------------------------------------------------------------------------------------------------- several vectors
+
+
+def asked(method: fv.Averaging, task: fv.Task):
+    """The method's first question."""
+    state = method.init_state(task)
+    return method.parts.down.question(weights=state.weights, **method.broadcast(state))
+
+
+@pytest.mark.parametrize("how", [SUM, CLIENT])
+def test_update_and_control_variate_are_clipped_together(how):
+    task, stack = linear_task(), stack_of(linear_task(), 0, 1, 2, 3)
+    method = fv.Scaffold(LOCAL, user_privacy=how, secure=fv.SecureSum())
+    plain = fv.Scaffold(LOCAL)
+    found, own = (m.released(stack, asked(m, task), task.initial) for m in (method, plain))
+    both, true = (torch.cat([x["update"], x["control"]], 1) for x in (found, own))
+    assert (true.norm(dim=1) > 0.2).all()
+    if how is CLIENT:
+        noise = [normal(secret.child("noise"), 16).float() * (1.5 * 0.2) for secret in stack.secrets("user privacy")]
+        both = both - torch.stack(noise)
+    torch.testing.assert_close(both, cut(true, 0.2))
+    assert (both.norm(dim=1) <= 0.2).all()
+    assert (cut(own["update"], 0.2).norm(dim=1).square() + cut(own["control"], 0.2).norm(dim=1).square() > 0.05).all()
+
+
+@pytest.mark.parametrize("secure", [None, fv.SecureSum(bits=40)])
+def test_scaffolds_server_learns_the_sum_of_clipped_pairs_over_public_numbers(secure):
+    """Neither weights nor control variate depend on how many answered, which may be private."""
+    task, quiet = linear_task(8, 48), dataclasses.replace(SUM, noise=1e-6)
+    method = fv.Scaffold(LOCAL, user_privacy=quiet, secure=secure)
+    plan = fv.CohortSampler(size=6, drop=0.06 if secure else 0.5)
+    federation = fv.Federation(task, method, Engine(), plan, fv.Seed.root(3), secret=private_root(5))
+    after, row = federation.step(method.init_state(task), 1, 1)
+    came = [k for k in row.cohort if str(k) not in row.missing]
+    assert 0 < len(came) < 6
+    own = fv.Scaffold(LOCAL).released(stack(task, came, 3), asked(fv.Scaffold(LOCAL), task), task.initial)
+    both = cut(torch.cat([own["update"], own["control"]], 1), 0.2).sum(0)
+    torch.testing.assert_close(after.weights, task.initial + both[:8] / 6, atol=1e-5, rtol=0)
+    torch.testing.assert_close(after.slots["scaffold"].control, both[8:] / 8, atol=1e-5, rtol=0)
+
+
+QUIET = dataclasses.replace(SUM, noise=1e-6)
+SLOW = fv.LocalTraining(lr=1e-3, batch=3)
+
+
+@pytest.mark.parametrize(
+    "method", [fv.Scaffold(SLOW, user_privacy=QUIET), fv.BaffleEpochs(directions=2, local=SLOW, user_privacy=QUIET)]
+)
+def test_a_trusted_server_compares_no_client_with_the_others(method):
+    """One client moves the median of all: lengths cut to ten times that would move with it, and so would the sum."""
+    task, own = linear_task(5, 30), {}
+
+    def longer(client, answer):
+        own[client] = answer.update * (100 if client == 0 else 1)
+        return msgspec.structs.replace(answer, update=own[client])
+
+    method = dataclasses.replace(method, server=fv.ServerOptimizer(), user_privacy=dataclasses.replace(QUIET, clip=9.0))
+    result = fv.run(task, method, rounds=1, cohort=5, engine=Transport(answer=longer), insecure_test_noise=5)
+    assert method.limited
+    assert float(own[0].norm()) > 20 * max(float(own[k].norm()) for k in range(1, 5))
+    assert not result.ledger.rows[0].events
+    torch.testing.assert_close(result.weights, task.initial + sum(own.values()) / 5, atol=2e-5, rtol=0)
 
 
 # ---------------------------------------------------------------------------------------------------- what it costs

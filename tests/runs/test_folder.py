@@ -19,7 +19,9 @@ from fedveil.core.method import State
 from fedveil.data import from_tensors
 from fedveil.engines import LocalEngine
 from fedveil.methods.scaffold import Control
-from fedveil.runs.folder import KEPT, RunError, RunFolder, environment, fingerprint, read_checkpoint
+from fedveil.runs.checkpoint import RunError, read_checkpoint
+from fedveil.runs.fingerprint import environment, fingerprint
+from fedveil.runs.folder import KEPT, RunFolder
 from fedveil.train.optimizers import Moments
 from toys import LastReference, Tamper, kept, linear_task
 

@@ -6,7 +6,7 @@ import torch
 
 import fedveil as fv
 from fedveil.runs import recipe
-from fedveil.runs.folder import newest
+from fedveil.runs.checkpoint import newest
 
 
 def built(source, **more):

@@ -28,7 +28,8 @@ from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
 from fedveil.engines.local import LocalEngine
 from fedveil.methods.averaging import Averaging
-from fedveil.privacy.secagg.protocol import Masked, shapes
+from fedveil.privacy.secagg.records import Masked
+from fedveil.privacy.secagg.settings import shapes
 
 
 def direct(task: Task, codec: Tuned, payloads: Sequence[Any]) -> Tensor:

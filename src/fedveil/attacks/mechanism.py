@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from fedveil.attacks.roc import clopper_pearson, one_run
-from fedveil.core.loop import Federation, init_state
+from fedveil.core.loop import Federation
 from fedveil.core.method import Method
 from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
+from fedveil.core.setup import init_state
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.data import Split
 from fedveil.engines.local import LocalEngine
-from fedveil.privacy.account import Tally
 from fedveil.privacy.dpsgd import DpSgd, Gradients, Piece
 
 LENGTH = 10.0  # a canary's gradient in clips: what is not clipped shows
@@ -249,7 +249,7 @@ def _play(planted: Planted, method: Method, seed: Seed, secret: Seed | None, ans
     gradients, so that the answer is refused; released they are."""
     sampler, engine = CohortSampler(size=len(planted.clients)), LocalEngine(stack=1, workers=1)
     account = method.account(planted, sampler)
-    tally = Tally(account) if account else None
+    tally = account.tally() if account else None
     federation = Federation(planted, method, engine, sampler, seed, ENDLESS, secret=secret, tally=tally)
     try:
         state = init_state(planted, method, sampler)

@@ -23,7 +23,7 @@ from fedveil.privacy.accountant import epsilon
 from fedveil.privacy.dpsgd import WITHIN
 from fedveil.privacy.secagg import masks
 from fedveil.privacy.secagg.masks import FixedPoint
-from fedveil.privacy.secagg.protocol import SecureSum
+from fedveil.privacy.secagg.settings import SecureSum
 from fedveil.privacy.users import UserLevel
 
 PLACES = 8  # entries of the audited updates; elsewhere they would be zero, and noise there tells nothing

@@ -7,7 +7,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -18,10 +18,10 @@ from fedveil.cli.jobs import Job
 from fedveil.cli.options import Format, Shown, argument, option
 from fedveil.cli.progress import LINE_EVERY
 from fedveil.cli.shell import err, out, say
-from fedveil.core.loop import private_root
 from fedveil.core.seeds import Seed
+from fedveil.core.setup import private_root
 from fedveil.gpu import graphs
-from fedveil.runs.folder import Saved
+from fedveil.runs.checkpoint import Saved
 
 if TYPE_CHECKING:
     from fedveil.attacks.mechanism import Mechanism
@@ -75,7 +75,7 @@ def _audited(job: Job, saved: Saved, records: int, canaries: int, answers: int, 
     w, seed = saved.state.weights.to(task.device), Seed.root(plan.seed).child("audit")
     if w.shape != task.initial.shape:
         raise ValueError(f"{job.path} holds {w.numel()} weights, its recipe's model has {task.layout.size}")
-    promise = plan.method.promise
+    promise: Any = plan.method.promise
     delta = promise.delta if promise else DELTA
     epsilon = max((row.epsilon for row in job.ledger.rows if row.epsilon is not None), default=None)
     clients = membership.took_part(job.ledger.rows)

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import click
 import typer
 
-import fedveil
 from fedveil import data, models
 from fedveil.cli import records, show
 from fedveil.cli.jobs import Job, Where, choose, holds_run
@@ -40,10 +39,12 @@ from fedveil.cli.options import (
 from fedveil.cli.progress import INTERRUPTED, Interrupt
 from fedveil.cli.shell import Plainly, out, say
 from fedveil.codecs.base import Codec
-from fedveil.core.loop import learned_nothing, nothing_learned, settled_like
 from fedveil.core.message import Refused
 from fedveil.core.method import METHODS
+from fedveil.core.outcome import learned_nothing, nothing_learned
+from fedveil.core.setup import settled_like
 from fedveil.core.spelling import nearest
+from fedveil.core.version import __version__
 from fedveil.runs import recipe
 from fedveil.runs.cost import cost as foretell
 from fedveil.runs.plugins import import_modules, imported, load_plugins
@@ -79,7 +80,7 @@ def root(context: typer.Context, version: Version = False, modules: Imports = No
     load_plugins()
     import_modules(modules or ())
     if version:
-        out.out(fedveil.__version__)
+        out.out(__version__)
     elif context.invoked_subcommand is None:
         out.out(context.get_help())
 

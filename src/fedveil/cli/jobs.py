@@ -21,24 +21,17 @@ from fedveil.cli.progress import Watch
 from fedveil.cli.shell import BUG, say
 from fedveil.core.cohort import Engine
 from fedveil.core.ledger import Ledger
-from fedveil.core.loop import NOTHING, NoUsableAnswers, init_state, private_root
 from fedveil.core.message import Refused
+from fedveil.core.outcome import NOTHING, NoUsableAnswers
+from fedveil.core.setup import init_state, private_root
 from fedveil.core.task import Task
 from fedveil.data.files import data_directory
 from fedveil.engines.local import ClientFailure, LocalEngine
 from fedveil.privacy.account import SPENT, Tally
 from fedveil.runs import recipe
-from fedveil.runs.folder import (
-    DEPLOYED,
-    RunError,
-    RunFolder,
-    Saved,
-    environment,
-    first_rows,
-    newest,
-    tallied,
-    validate_same,
-)
+from fedveil.runs.checkpoint import RunError, Saved, first_rows, newest
+from fedveil.runs.fingerprint import environment, validate_same
+from fedveil.runs.folder import DEPLOYED, RunFolder, tallied
 from fedveil.runs.plugins import import_modules, imported
 from fedveil.runs.recipe import Recipe
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedveil.core import message
 from fedveil.core.message import KINDS, SERVER, Record, Refused, Slots
-from fedveil.runs.folder import Checkpoint, read_checkpoint
+from fedveil.runs.checkpoint import Checkpoint, read_checkpoint
 
 
 def opened(raw: bytes) -> tuple[dict[str, Any], list[tuple[str, Record]]]:

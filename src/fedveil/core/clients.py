@@ -9,19 +9,17 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedveil.core import message, schema
+from fedveil.core.account import Account
+from fedveil.core.exchange import Exchange
+from fedveil.core.identity import Identities, simulated
+from fedveil.core.memory import Memory
 from fedveil.core.message import Envelope, Refused
 from fedveil.core.seeds import Seed
-from fedveil.core.task import Task
-from fedveil.privacy.account import Account
-from fedveil.privacy.secagg.identity import Identities, simulated
-
-if TYPE_CHECKING:
-    from fedveil.core.method import Method
-from fedveil.core.memory import Memory
 from fedveil.core.stack import ClientStack
+from fedveil.core.task import Task
 
 # Reasons of refusals that depend on what was asked and when, and on no record. Others are not told where records are
 # private: a refusal for what an answer would have held is an answer too.
@@ -88,7 +86,7 @@ class Clients:
 
     def __init__(
         self,
-        method: Method,
+        method: Exchange,
         task: Task,
         run: bytes,
         seed: Seed,

@@ -7,24 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fedveil.core import message, schema
 from fedveil.core.clients import Clients, Letter, Reply
+from fedveil.core.exchange import Exchange
+from fedveil.core.identity import Identities
 from fedveil.core.ledger import Row, Stage
 from fedveil.core.message import Answer, Envelope, Question, Refused, Size
 from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
-from fedveil.privacy.secagg.identity import Identities
-from fedveil.privacy.secagg.protocol import SecureSum, Sum
-
-if TYPE_CHECKING:
-    from fedveil.core.method import Method
-
 
 EXHIBITED = 10  # images of a round that are shown
 
@@ -68,7 +64,7 @@ class _Round:
     """What the asks of one round share."""
 
     task: Task
-    method: Method
+    method: Exchange
     engine: Engine
     sampler: CohortSampler
     run: bytes
@@ -92,7 +88,7 @@ class Cohort:
         return self._shared.task
 
     @property
-    def method(self) -> Method:
+    def method(self) -> Exchange:
         return self._shared.method
 
     @property
@@ -109,6 +105,16 @@ class Cohort:
     def secret(self) -> Seed:
         """A private seed of the server for this round."""
         return self._shared.secret
+
+    @property
+    def run(self) -> bytes:
+        """The number of the run, to which signatures are bound."""
+        return self._shared.run
+
+    @property
+    def identities(self) -> Identities:
+        """Whose signatures count."""
+        return self._shared.identities
 
     @property
     def expected(self) -> int:
@@ -161,15 +167,6 @@ class Cohort:
         answers = self.exchange(question)
         self.require(len(answers), len(answers) + len(answers.missing))
         return answers
-
-    def ask_sum(self, question: Question, how: SecureSum) -> Sum:
-        """Ask every client and learn the weighted sum of their answers, and nothing else of them.
-
-        The method enters the question in its `handlers` through `how.stages`. Raises `BelowQuorum` if too few are left.
-        """
-        from fedveil.privacy.secagg.server import ask_sum
-
-        return ask_sum(self, self._shared.identities, self._shared.run, question, how)
 
     def counted(self, clients: Iterable[int]) -> None:
         """Note that these clients, of whom some did not answer to the end, are in the round's result all the same."""

@@ -6,16 +6,13 @@ import io
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from fedveil.core.task import Task
-    from fedveil.privacy.account import Tally
+from fedveil.core.account import Tally
+from fedveil.core.task import Task
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -159,12 +156,6 @@ class Result:
         rows = [(key.replace("_", " "), figure(value)) for key, value in self.summary().items() if value is not None]
         width = max(len(key) for key, _ in rows)
         return "\n".join(f"{key:<{width}}  {value}" for key, value in rows)
-
-    def plot(self) -> Figure:
-        """Test accuracy against rounds and against bytes sent by clients."""
-        from fedveil.report.figures import curves
-
-        return curves({self.method: self.ledger})
 
 
 def figure(value: Any) -> str:

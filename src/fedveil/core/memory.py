@@ -11,10 +11,8 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from fedveil.core import message
+from fedveil.core.account import Account, Price
 from fedveil.core.message import Record, Slots
-from fedveil.privacy import account
-from fedveil.privacy.account import Account
-from fedveil.privacy.accountant import Steps
 
 
 class Charge(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -71,17 +69,17 @@ class Memory:
         rest = [e for e in self.entries.get(client, []) if e[0] > 0]
         self.entries[client] = [(0, 0, "account", account), *rest]
 
-    def spent(self, client: int, unit: str | None = None) -> Counter[Steps]:
+    def spent(self, client: int, unit: str | None = None) -> Counter[Price]:
         """The answers that a client has charged, by price, in all runs; of one kind of promise or of all."""
-        found: Counter[Steps] = Counter()
+        found: Counter[Price] = Counter()
         for charge in self.account(client).charges:
             if unit in (None, charge.unit):
-                found[account.read(charge.price)] += charge.answers
+                found[tuple(charge.price)] += charge.answers
         return found
 
     def charge(self, client: int, run: bytes, price: Account) -> None:
         """Enter one more answer."""
-        one = Charge(run, price.unit, account.written(price.answer), 1)
+        one = Charge(run, price.unit, list(price.price), 1)
         charges = {(c.run, c.unit, tuple(c.price)): c for c in self.account(client).charges}
         key = (one.run, one.unit, tuple(one.price))
         if before := charges.get(key):

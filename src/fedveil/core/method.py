@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
 from fedveil.core import message, schema
+from fedveil.core.account import Account, Promise
 from fedveil.core.capability import GRADIENTS
+from fedveil.core.cohort import Cohort
+from fedveil.core.exchange import Exchange
 from fedveil.core.forecast import Compute, Turn
-from fedveil.core.message import Answer, Container, Question, Record, Size, Slots, Weights
-from fedveil.core.stack import ClientStack
+from fedveil.core.message import Container, Question, Record, Slots, Weights
+from fedveil.core.sampling import CohortSampler
 from fedveil.core.task import Task
-from fedveil.privacy.account import Account
-
-if TYPE_CHECKING:
-    from fedveil.core.cohort import Cohort
-    from fedveil.core.sampling import CohortSampler
-
-
-Handler = Callable[[ClientStack, Any], Sequence[Answer]]  # a stack and a question -> one answer a client
 
 
 @message.kind
@@ -38,7 +33,7 @@ class State(Container, frozen=True):
         return replace(self, slots=self.slots.put(**{name: record}))
 
 
-class Method:
+class Method(Exchange):
     """What crosses the wire. Subclasses are frozen dataclasses of hyper-parameters with three functions.
 
     init_state(task)          -> state    the server's first state
@@ -48,7 +43,6 @@ class Method:
     A subclass that states a `name` is entered in the `registry` and can be used in recipes under it.
     """
 
-    name: ClassVar[str]
     about: ClassVar[About]
     unsupported: ClassVar[Mapping[str, str]] = {}  # why a key that other methods have is none of this one's
     registry: ClassVar[dict[str, type[Method]]] = {}
@@ -73,13 +67,14 @@ class Method:
         return (GRADIENTS,)
 
     @property
-    def promise(self) -> Any:
+    def promise(self) -> Promise | None:
         """The differential privacy that the method promises; None: none."""
         return None
 
     def with_noise(self, noise: float) -> Method:
         """The method with other noise in its promise."""
-        promise: Any = dataclasses.replace(self.promise, noise=noise)
+        promise: Any = self.promise
+        promise = dataclasses.replace(promise, noise=noise)
         return dataclasses.replace(self, **{promise.key: promise})  # type: ignore[type-var]
 
     @property
@@ -105,22 +100,6 @@ class Method:
 
     def round(self, state: Any, cohort: Cohort) -> State:
         raise NotImplementedError
-
-    @property
-    def handlers(self) -> Mapping[type[Question], Handler]:
-        raise NotImplementedError
-
-    def reply(self, question: Question) -> type[Answer]:
-        """The kind of answer to `question`; by default what the question itself states."""
-        return type(question).reply
-
-    def schema(self, task: Task, question: Question, client: int) -> Mapping[str, Size]:
-        """What the dimension names in the answer to `question` stand for; by default the task's own."""
-        return task.sizes
-
-    def question_sizes(self, task: Task) -> Mapping[str, Size]:
-        """What the dimension names in questions stand for; by default the task's own."""
-        return task.sizes
 
     def forecast_messages(self, task: Task, turn: Turn) -> list[Question]:
         """What a client will be asked in a turn, without values; by default every kind of question, once."""

@@ -13,12 +13,12 @@ import msgspec
 import torch
 from torch import Tensor
 
+from fedveil.core.account import Account
 from fedveil.core.data import Rows
+from fedveil.core.identity import Identities
 from fedveil.core.message import Record, Refused, Size, Slots
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
-from fedveil.privacy.account import Account
-from fedveil.privacy.secagg.identity import Identities
 
 OWN_NOTE = "secure sum"  # the first words of every note that the secure sum keeps for itself
 TRAIL = "asked"  # the note of which questions left the others

@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fedveil.privacy.secagg.identity import Identities
+from fedveil.core.identity import Identities
 
 YEARS = 10
 HOSTS: tuple[x509.GeneralName, ...] = (x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1")))

@@ -20,6 +20,7 @@ from flwr.serverapp import Grid, ServerApp
 
 import fedveil
 from fedveil.core.clients import Clients
+from fedveil.core.identity import Identities
 from fedveil.core.ledger import Row
 from fedveil.core.seeds import Seed
 from fedveil.data import Data
@@ -27,9 +28,10 @@ from fedveil.deploy import keys
 from fedveil.engines import flower
 from fedveil.engines.claims import Claims
 from fedveil.privacy.account import SPENT
-from fedveil.privacy.secagg.identity import Identities
 from fedveil.runs import recipe
-from fedveil.runs.folder import DEPLOYED, RunError, RunFolder, environment
+from fedveil.runs.checkpoint import RunError
+from fedveil.runs.fingerprint import environment
+from fedveil.runs.folder import DEPLOYED, RunFolder
 from fedveil.runs.recipe import Recipe
 
 Load = Callable[[int | None, int], Data]

@@ -16,7 +16,7 @@ from fedveil.core.forecast import Turn
 from fedveil.data import Data
 from fedveil.data.splits import Share
 from fedveil.runs import recipe
-from fedveil.runs.folder import write
+from fedveil.runs.files import write
 from fedveil.runs.recipe import Recipe
 
 if TYPE_CHECKING:

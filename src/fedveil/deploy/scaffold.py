@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from fedveil import data
-from fedveil.core.loop import init_state
+from fedveil.core.setup import init_state
 from fedveil.runs.recipe import Recipe
 
 ABSENT = "Flower is not installed; run: pip install 'fedveil[flower]'"

@@ -18,8 +18,9 @@ from fedveil.core import message
 from fedveil.core.clients import Clients
 from fedveil.core.memory import Entry, Spent
 from fedveil.core.message import Container, Envelope, Record, Refused, Slots, unfold
-from fedveil.privacy.secagg.protocol import Secrets
-from fedveil.runs.folder import Remembered, digested, undigested, write
+from fedveil.privacy.secagg.kept import Secrets
+from fedveil.runs.checkpoint import Remembered
+from fedveil.runs.files import digested, undigested, write
 
 Plain = bool | int | float | str | None
 

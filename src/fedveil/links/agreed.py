@@ -13,15 +13,17 @@ from torch import Tensor
 from fedveil.codecs.agreed import AgreedCodec
 from fedveil.core import schema
 from fedveil.core.cohort import Cohort
+from fedveil.core.exchange import Handler
 from fedveil.core.forecast import Compute, Turn
 from fedveil.core.message import Answer, Question, Refused, Size
-from fedveil.core.method import Handler, Method, State
+from fedveil.core.method import Method, State
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.links.decoded import measure
 from fedveil.links.payloads import Payloads
 from fedveil.links.up import Answering, Given, Total
-from fedveil.privacy.secagg.protocol import SecureSum
+from fedveil.privacy.secagg.server import ask_sum
+from fedveil.privacy.secagg.settings import SecureSum
 from fedveil.train.aggregators import clamped
 from fedveil.train.transforms import Transform
 from fedveil.train.vectors import Vectors
@@ -69,7 +71,7 @@ class Agreed:
         agreed, asked, scalars = self._agree(cohort, question)
         clients: Sequence[int]
         if self.how:
-            total = asked.ask_sum(agreed, self.how)
+            total = ask_sum(asked, agreed, self.how)
             clients, payloads = total.clients, [_mean(self.codec.payload, total)]
         else:
             usable = {k: answer for k, answer in asked.ask(agreed).items() if self._checks(asked, k, answer)}
@@ -84,7 +86,7 @@ class Agreed:
     def _agree(self, cohort: Cohort, question: Question) -> tuple[Question, Cohort, dict[str, dict[int, float]]]:
         """The question that states what was agreed on, whom to ask it, and the scalars of each client."""
         if self._sums_offers and self.how:
-            total = cohort.ask_sum(question, self.how)
+            total = ask_sum(cohort, question, self.how)
             return self.codec.agree(cohort, {0: _mean(self.codec.offer, total)}), cohort.only(total.clients), {}
         told = {k: answer for k, answer in cohort.ask(question).items() if self._offers(cohort, k, answer)}
         cohort.require(len(told), len(cohort))

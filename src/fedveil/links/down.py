@@ -20,9 +20,10 @@ from fedveil.codecs.base import Codec
 from fedveil.codecs.raw import Update
 from fedveil.core import message, schema
 from fedveil.core.cohort import Cohort
+from fedveil.core.exchange import Handler
 from fedveil.core.forecast import Turn
 from fedveil.core.message import Container, Envelope, Question, Record, Size, Weights
-from fedveil.core.method import Handler, State
+from fedveil.core.method import State
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.gpu.graphs import one_thread

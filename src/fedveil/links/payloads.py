@@ -99,8 +99,6 @@ def extended(question: type[Question], extra: tuple[tuple[str, Any], ...]) -> ty
     if not extra:
         return question
     name = "+".join([question.__name__, *(name for name, _ in extra)])
-    made: Any = msgspec.defstruct(
-        name, list(extra), bases=(question,), namespace={"__module__": __name__}, frozen=True
-    )
+    made: Any = msgspec.defstruct(name, list(extra), bases=(question,), namespace={"__module__": __name__}, frozen=True)
     registered: type[Question] = message.kind(made)
     return registered

@@ -28,9 +28,7 @@ class Step(Record, frozen=True):
     coefficients: Annotated[Tensor, Shape(("directions",))]
 
 
-def replay(
-    initial: Callable[[Task], State], take: Callable[[Task, State, Step], State], max_directions: int
-) -> Steps:
+def replay(initial: Callable[[Task], State], take: Callable[[Task, State, Step], State], max_directions: int) -> Steps:
     """Steps that `take` takes from the state of `initial`, of at most so many coefficients."""
 
     def read(task: Task, frame: bytes) -> Step:

@@ -18,7 +18,8 @@ from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.links.payloads import Payloads
 from fedveil.links.up import Answering, Given, Total
-from fedveil.privacy.secagg.protocol import SecureSum
+from fedveil.privacy.secagg.server import ask_sum
+from fedveil.privacy.secagg.settings import SecureSum
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Summed:
         return {}
 
     def collect(self, state: State, cohort: Cohort, question: Question, at: Tensor) -> Total:
-        total = cohort.ask_sum(question, self.how)
+        total = ask_sum(cohort, question, self.how)
         count = cohort.expected if self.noised else len(total.clients)
 
         def mean(name: str) -> Tensor:

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fedveil.core.cohort import Cohort
+from fedveil.core.exchange import Handler
 from fedveil.core.forecast import Compute, Turn
 from fedveil.core.message import Answer, Question, Record, Size
-from fedveil.core.method import Handler, Method, State
+from fedveil.core.method import Method, State
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.train.vectors import Vectors

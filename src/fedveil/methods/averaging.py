@@ -11,19 +11,21 @@ from torch import Tensor
 
 from fedveil.codecs.base import Codec, as_codec
 from fedveil.codecs.raw import Raw
+from fedveil.core.account import Account
 from fedveil.core.cohort import Cohort
+from fedveil.core.exchange import Handler
 from fedveil.core.forecast import Compute, Turn
 from fedveil.core.message import Answer, Question, Size
-from fedveil.core.method import Handler, Method, State
+from fedveil.core.method import Method, State
 from fedveil.core.sampling import CohortSampler
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.links.up import Total
 from fedveil.methods import rules
 from fedveil.methods.parts import Parts, assemble
-from fedveil.privacy.account import Account
 from fedveil.privacy.dpsgd import DpSgd
-from fedveil.privacy.secagg.protocol import SecureSum
+from fedveil.privacy.secagg.client import stages
+from fedveil.privacy.secagg.settings import SecureSum
 from fedveil.privacy.users import UserLevel
 from fedveil.train.aggregators import Aggregator
 from fedveil.train.local import LocalTraining
@@ -148,7 +150,7 @@ class Averaging(Method):
             table |= {**parts.down.handlers, **answering.clear}
             for i, (own, answer) in enumerate(answering.summed):
                 sums[i:] = [({**(sums[i][0] if i < len(sums) else {}), **own}, answer)]
-        return table | self.parts.secure.stages(*sums) if sums and self.parts.secure else table
+        return table | stages(self.parts.secure, *sums) if sums and self.parts.secure else table
 
     # ------------------------------------------------------------------------------------------------ what it takes
 

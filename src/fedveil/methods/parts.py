@@ -16,7 +16,7 @@ from fedveil.links.down import Downlink, EncodedSteps, FromInit, FullWeights, Tr
 from fedveil.links.payloads import Payloads, extended
 from fedveil.links.summed import Summed
 from fedveil.links.up import Uplink
-from fedveil.privacy.secagg.protocol import SecureSum
+from fedveil.privacy.secagg.settings import SecureSum
 from fedveil.train.aggregators import NoisySum
 from fedveil.train.transforms import ClipNoise, Feedback, Transform, Weigh
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fedveil.privacy.secagg.identity import Identities
-from fedveil.privacy.secagg.protocol import SecureSum, Sum
+from fedveil.core.identity import Identities
+from fedveil.privacy.secagg.settings import SecureSum
+from fedveil.privacy.secagg.total import Sum
 
 __all__ = ["Identities", "SecureSum", "Sum"]

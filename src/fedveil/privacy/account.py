@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
+from fedveil.core.account import AUTO, Price
 from fedveil.core.message import Refused
 from fedveil.privacy.accountant import ACCOUNTANTS, TIGHTENED, Noised, Skellam, Steps, epsilon, least_noise
 
 ADD_REMOVE = "add/remove"
-AUTO: Literal["auto"] = "auto"
+Journal = Callable[[Sequence[int], Steps], None]
 Spending = Mapping[Steps, int]  # answers by price
 SPENT = "another round would exceed the privacy budget"  # what is said of a run that ends before its last round
 
@@ -105,9 +106,14 @@ class Account:
         budget = self.promise.budget
         return budget is not None and self.spent(answers) > budget
 
-    def allow(self, before: Spending) -> None:
+    @property
+    def price(self) -> Price:
+        """The price of one answer in plain values."""
+        return tuple(written(self.answer))
+
+    def allow(self, before: Mapping[Price, int]) -> None:
         """Raise `Refused` if one more answer would cost more than the budget."""
-        after = {**before, self.answer: before.get(self.answer, 0) + 1}
+        after = priced(before) + Counter({self.answer: 1})
         if self.exceeded(after):
             told = f"the answer would bring ε to {self.spent(after):.4g}, the budget is {self.promise.budget:g}"
             raise Refused("over budget", told)
@@ -130,6 +136,10 @@ class Account:
                 f"{key}.budget is {budget:g}, but one answer already costs {self.spent(1):.4g}; raise it, or set "
                 f'{key}.noise to {self.least_noise(1):g}, enough for one answer, or to "auto", enough for all rounds'
             )
+
+    def tally(self, journal: Journal = lambda cohort, price: None) -> Tally:
+        """A count of answers at this price."""
+        return Tally(self, journal)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -154,6 +164,14 @@ def read(values: Sequence[Any]) -> Steps:
     raise ValueError(f"{values!r} is not the price of a private answer")
 
 
+def priced(answers: Mapping[Price, int]) -> Counter[Steps]:
+    """Answers by their prices, of answers by prices in plain values."""
+    found: Counter[Steps] = Counter()
+    for price, many in answers.items():
+        found[read(price)] += many
+    return found
+
+
 @dataclass
 class Tally:
     """The server's own count. Who was asked may have answered, even if nothing of it arrived.
@@ -162,7 +180,7 @@ class Tally:
     """
 
     account: Account
-    journal: Callable[[Sequence[int], Steps], None] = lambda cohort, price: None
+    journal: Journal = lambda cohort, price: None
     rounds: Counter[Steps] = field(default_factory=Counter)
     clients: dict[int, Counter[Steps]] = field(default_factory=dict)
 

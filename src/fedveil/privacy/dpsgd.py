@@ -21,13 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedveil.core.account import AUTO
 from fedveil.core.seeds import Seed
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.gpu import graphs
 from fedveil.gpu.graphs import Loop
 from fedveil.privacy import skellam
-from fedveil.privacy.account import AUTO, Account, Promise
+from fedveil.privacy.account import Account, Promise
 from fedveil.privacy.accountant import Noised, Skellam, Steps
 from fedveil.privacy.secagg import masks
 

@@ -31,7 +31,7 @@ from fedveil.core.task import Task
 from fedveil.privacy.account import Account, Promise
 from fedveil.privacy.accountant import Noised, Skellam, epsilon
 from fedveil.privacy.dpsgd import clipped, normal
-from fedveil.privacy.secagg.protocol import SecureSum
+from fedveil.privacy.secagg.settings import SecureSum
 from fedveil.privacy.skellam import SumNoise, rounded
 
 TAIL = 8.0  # deviations of a client's noise that fixed point has room for; beyond is one number in 10^15

@@ -13,8 +13,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fedveil import __version__
 from fedveil.core.ledger import Ledger, Row
+from fedveil.core.version import __version__
 from fedveil.report.figures import look, size
 from fedveil.report.folder import Run
 from fedveil.report.leaks import attacks, audits, privacy, sums

@@ -14,7 +14,6 @@ from msgspec.structs import replace as with_fields
 from fedveil.core import message, schema
 from fedveil.core.forecast import Turn
 from fedveil.core.seeds import Seed
-from fedveil.privacy.account import Tally
 
 if TYPE_CHECKING:
     from fedveil.core.method import Method
@@ -26,7 +25,7 @@ FLOAT = 4  # bytes
 
 def cost(task: Task, recipe: Recipe) -> dict[str, Any]:
     """The figures of `fedveil cost`: bytes up and down, passes, ε and an estimate of a client's memory."""
-    from fedveil.core.loop import init_state
+    from fedveil.core.setup import init_state
     from fedveil.methods.fedavg import FedAvg
 
     found, recipe = recipe, recipe.settled(task)
@@ -71,7 +70,7 @@ def _privacy(task: Task, recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
     """The ε at the end, if any is promised, what it is of, and what there is to say about it."""
     if (account := recipe.method.account(task, recipe.cohort)) is None:
         return dict.fromkeys(("epsilon", "epsilon_pld", "noise", "relation")), []
-    tally, promise, epsilon = Tally(account), account.promise, 0.0
+    tally, promise, epsilon = account.tally(), account.promise, 0.0
     cohorts = _cohorts(task, recipe)
     done = 0
     while done < recipe.rounds and not tally.exhausted(cohorts[done]):

@@ -18,16 +18,16 @@ import msgspec
 import torch
 
 from fedveil import data, models
-from fedveil.core.loop import settle
 from fedveil.core.losses import LOSSES
 from fedveil.core.method import Method
 from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
+from fedveil.core.setup import settle
 from fedveil.core.spelling import nearest
 from fedveil.core.task import Task
 from fedveil.data import Data
 from fedveil.methods.fedavg import FedAvg
-from fedveil.runs.folder import fingerprint
+from fedveil.runs.fingerprint import fingerprint
 from fedveil.runs.weights import load_weights
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedveil.core.layout import Layout
 from fedveil.data.files import read_npz
-from fedveil.runs.folder import newest
+from fedveil.runs.checkpoint import newest
 
 
 def load_weights(model: nn.Module, source: Path) -> None:

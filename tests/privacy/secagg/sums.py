@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 import fedveil as fv
+from fedveil.privacy.secagg.server import ask_sum
+from fedveil.privacy.secagg.client import stages
 from fedveil.core import message, schema
 from fedveil.core.clients import Clients, Letter, Reply
 from fedveil.core.forecast import Turn
@@ -50,7 +52,7 @@ class Summed(fv.Method):
         return Plain(task.initial)
 
     def round(self, state: Any, cohort: fv.Cohort) -> fv.State:
-        total = cohort.ask_sum(Give(state.weights), self.secure)
+        total = ask_sum(cohort, Give(state.weights), self.secure)
         LAST[:] = [total]
         return Plain(state.weights + total.mean("update"))
 
@@ -59,7 +61,7 @@ class Summed(fv.Method):
 
     @property
     def handlers(self) -> Mapping[type[Question], Callable[..., Sequence[Answer]]]:
-        return {**self.secure.stages(({Give: self.give}, Summand))}
+        return {**stages(self.secure, ({Give: self.give}, Summand))}
 
     def give(self, stack: fv.ClientStack, question: Give) -> list[Summand]:
         counts = stack.task.clients.sizes

@@ -23,6 +23,7 @@ import fedveil as fv
 from fedveil.codecs.fedage import Send
 from fedveil.core import message
 from fedveil.core.clients import Clients
+from fedveil.core.identity import Identities, simulated
 from fedveil.core.message import Record, Refused, Slots
 from fedveil.core.stack import ClientStack
 from fedveil.data import from_tensors
@@ -31,13 +32,12 @@ from fedveil.links.down import Train, TrainFull, TrainHere
 from fedveil.links.steps import CatchUp, ClientWeights, WeightsDigest
 from fedveil.methods.baffle.baffle import Probe
 from fedveil.methods.scaffold import Control
-from fedveil.privacy import Identities, SecureSum
+from fedveil.privacy import SecureSum
 from fedveil.privacy.secagg import client as summand
 from fedveil.privacy.secagg import graph, masks
 from fedveil.privacy.secagg import server as summing
 from fedveil.privacy.secagg.client import PENDING, Summand
 from fedveil.privacy.secagg.context import Context
-from fedveil.privacy.secagg.identity import simulated
 from fedveil.privacy.secagg.masks import FixedPoint
 from fedveil.privacy.secagg.records import Deal, Mask, Masked, Share, Unmasked, tensor
 from fedveil.train.transforms import Residuals

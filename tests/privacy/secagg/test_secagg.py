@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fedveil as fv
+from fedveil.privacy.secagg.server import ask_sum
+from fedveil.privacy.secagg.client import stages
 from fedveil.codecs.tofu import Proxies
 from fedveil.core import message
 from fedveil.core.message import Answer, Question, Shape
@@ -156,12 +158,12 @@ class Several(Summed):
         return Plain(task.initial)
 
     def round(self, state, cohort):
-        LAST[:] = [cohort.ask_sum(Ask(5), self.secure)]
+        LAST[:] = [ask_sum(cohort, Ask(5), self.secure)]
         return state
 
     @property
     def handlers(self):
-        return self.secure.stages(({Ask: self.parts}, Parts))
+        return stages(self.secure, ({Ask: self.parts}, Parts))
 
     def parts(self, stack, question):
         drawn = [given_by(k, 2 * question.length + 3) for k in stack.clients]
@@ -496,7 +498,7 @@ def test_a_server_that_lost_its_round_may_begin_it_again_until_somebody_unmasked
             for stage in (Advertise, Share, Deal, Mask, Unmask):
                 cohort._shared.engine.drop = {stage: range(20)}
                 with pytest.raises(fv.core.cohort.BelowQuorum):
-                    cohort.ask_sum(Give(state.weights), self.secure)
+                    ask_sum(cohort, Give(state.weights), self.secure)
             cohort._shared.engine.drop = {}
             after = super().round(state, cohort)
             assert "wrong stage: client 1 has unmasked" in cohort._shared.engine.again(asked).problem

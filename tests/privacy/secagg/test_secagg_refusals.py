@@ -10,11 +10,11 @@ from msgspec.structs import replace
 import fedveil as fv
 from fedveil.core import message
 from fedveil.core.clients import Clients
+from fedveil.core.identity import Identities, simulated
 from fedveil.core.message import Refused
-from fedveil.privacy import Identities, SecureSum
+from fedveil.privacy import SecureSum
 from fedveil.privacy.secagg import masks
 from fedveil.privacy.secagg.context import Context
-from fedveil.privacy.secagg.identity import simulated
 from fedveil.privacy.secagg.records import (
     SEALED,
     Advertise,
@@ -31,6 +31,7 @@ from fedveil.privacy.secagg.records import (
     Unmasked,
     tensor,
 )
+from fedveil.privacy.secagg.server import ask_sum
 from privacy.secagg.sums import LAST, Give, Only, Summed, Transport, expected, letter, unpacked
 from toys import linear_task
 
@@ -491,7 +492,7 @@ def test_a_signature_of_another_try_in_the_same_round_is_refused():
             engine = cohort._shared.engine
             engine.drop = {Unmask: range(N)}
             with pytest.raises(fv.core.cohort.BelowQuorum):
-                cohort.ask_sum(Give(state.weights), self.secure)
+                ask_sum(cohort, Give(state.weights), self.secure)
             engine.drop = {}
             kept.append(engine.heard(Agreed)[4].signature)
             engine.ask = lying(Unmask, signatures=other_row("signatures", 4, kept[0].numpy().tobytes()))

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import fedveil as fv
+from fedveil.privacy.secagg.server import ask_sum
+from fedveil.privacy.secagg.client import stages
 from fedveil.core import message
 from fedveil.core.clients import Clients, Letter
 from fedveil.core.message import Answer, Question, Refused, Weights
@@ -54,14 +56,14 @@ class Twofold(fv.Method):
         return Plain(task.initial)
 
     def round(self, state: Any, cohort: fv.Cohort) -> fv.State:
-        first = cohort.ask_sum(Give(state.weights), self.secure)
+        first = ask_sum(cohort, Give(state.weights), self.secure)
         second = cohort.only(first.clients).ask_sum(Refine(0.5), self.secure)
         SUMS[:] = [first, second]
         return Plain(state.weights + second.mean("part"))
 
     @property
     def handlers(self) -> Mapping[type[Question], Callable[..., Sequence[Answer]]]:
-        return {**self.secure.stages(({Give: self.give}, Given), ({Refine: self.refine}, Part))}
+        return {**stages(self.secure, ({Give: self.give}, Given), ({Refine: self.refine}, Part))}
 
     def give(self, stack: fv.ClientStack, question: Give) -> list[Given]:
         for note, client in zip(stack.notes, stack.clients, strict=True):

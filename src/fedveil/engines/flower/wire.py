@@ -9,10 +9,10 @@ from typing import Any
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.serde import message_to_proto
 
-import fedveil
 from fedveil.core import message as frames
 from fedveil.core.clients import Reply
 from fedveil.core.message import Refused
+from fedveil.core.version import __version__
 
 OURS = "fedveil"  # the record that holds a question or an answer
 KEPT = "fedveil-kept"  # in a simulation, the record that holds what the client keeps
@@ -38,7 +38,7 @@ def take(message: Message, name: str, kind: type, default: Any = None, record: s
 
 def versions() -> dict[str, Any]:
     """What a party says of its program in every question and when it says which client it is."""
-    return {"version": fedveil.__version__, "format": frames.VERSION}
+    return {"version": __version__, "format": frames.VERSION}
 
 
 def agree(message: Message, sender: str, here: str) -> None:

@@ -14,9 +14,10 @@ from fedveil.codecs.directions import order, words
 from fedveil.core import message
 from fedveil.core.capability import FORWARD_PASSES
 from fedveil.core.cohort import Cohort
+from fedveil.core.exchange import Handler
 from fedveil.core.forecast import Compute, Turn
 from fedveil.core.message import Answer, Count, Question, Refused, Shape, Size, Weights
-from fedveil.core.method import SUMMED, About, Handler, Method, State
+from fedveil.core.method import SUMMED, About, Method, State
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.gpu.graphs import one_thread
@@ -24,7 +25,9 @@ from fedveil.links.replay import Key, Step, longest, replay
 from fedveil.links.steps import CatchUp, Steps, Version
 from fedveil.methods.baffle.estimate import Estimate, key_of
 from fedveil.methods.baffle.probing import forward_only
-from fedveil.privacy.secagg.protocol import SecureSum
+from fedveil.privacy.secagg.client import stages
+from fedveil.privacy.secagg.server import ask_sum
+from fedveil.privacy.secagg.settings import SecureSum
 from fedveil.train.aggregators import shortened
 from fedveil.train.optimizers import ServerOptimizer
 
@@ -147,7 +150,7 @@ class Baffle(Estimate, Method):
         key = key_of(cohort.seed)
         made = {k: self.question(now, key, k) for k in {self.count(client) for client in cohort.ids}}
         if self.secure:
-            mean = cohort.ask_sum(made[self.directions], self.secure).mean("slopes")
+            mean = ask_sum(cohort, made[self.directions], self.secure).mean("slopes")
             return [key], [mean / len(mean)]
         answers = cohort.ask({client: made[self.count(client)] for client in cohort.ids})
         told = {client: answer.slopes for client, answer in answers.items()}
@@ -177,7 +180,7 @@ class Baffle(Estimate, Method):
             own = {ProbeHere: lambda stack, q: self.probe(stack, self.steps.held(stack, q.version), q)}
         else:
             own = {Probe: lambda stack, q: self.probe(stack, q.weights.to(stack.task.device), q)}
-        own = self.secure.stages((own, Slopes)) if self.secure else own
+        own = stages(self.secure, (own, Slopes)) if self.secure else own
         return own | {CatchUp: self.steps.follow} if self.down == "replay" else own
 
     def probe(self, stack: ClientStack, w: Tensor, question: Probe | ProbeHere) -> list[Slopes]:

@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 
 from fedveil.core import message, schema
 from fedveil.core.clients import ABOUT_QUESTIONS
+from fedveil.core.exchange import Handler
 from fedveil.core.message import Answer, Question, Refused, Slots
-from fedveil.core.method import Handler
 from fedveil.core.stack import ClientStack
 from fedveil.privacy import skellam
 from fedveil.privacy.secagg import graph, masks, shamir
-from fedveil.privacy.secagg.context import Context, digest, listed
 from fedveil.privacy.secagg.checks import check_agreement, check_memory, checked_keys
+from fedveil.privacy.secagg.context import Context, digest, listed
 from fedveil.privacy.secagg.kept import BASIS, NOTE, OVER, PENDING, Secrets
 from fedveil.privacy.secagg.masks import KEY, FixedPoint, Vector
 from fedveil.privacy.secagg.records import (

@@ -7,44 +7,42 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fedveil.core import message
+from fedveil.core.cohort import Answers, BelowQuorum, Cohort
 from fedveil.core.message import Question, Refused
 from fedveil.privacy.secagg import graph, masks, shamir
+from fedveil.privacy.secagg.context import Context
 from fedveil.privacy.secagg.masks import FixedPoint
-from fedveil.privacy.secagg.protocol import (
+from fedveil.privacy.secagg.records import (
     MARK,
     SEALED,
     SIGNATURE,
     Advertise,
     Advertised,
     Agree,
-    Context,
     Deal,
     Mask,
-    SecureSum,
     Share,
     Shared,
-    Sum,
     Unmask,
     rows,
-    shapes,
     tensor,
 )
-
-if TYPE_CHECKING:
-    from fedveil.core.cohort import Answers, Cohort
-    from fedveil.privacy.secagg.identity import Identities
+from fedveil.privacy.secagg.settings import SecureSum, shapes
+from fedveil.privacy.secagg.total import Sum
 
 
-def ask_sum(cohort: Cohort, identities: Identities, run: bytes, question: Question, how: SecureSum) -> Sum:
-    """Ask a cohort for the sum of its answers. Raises `BelowQuorum` where too few are left, and then learns nothing."""
-    from fedveil.core.cohort import BelowQuorum
+def ask_sum(cohort: Cohort, question: Question, how: SecureSum) -> Sum:
+    """Ask every client of a cohort and learn the weighted sum of their answers, and nothing else of them.
 
-    method, task = cohort.method, cohort.task
+    The method enters the question in its `handlers` through `client.stages`. Raises `BelowQuorum` where too few are
+    left, and then learns nothing.
+    """
+    method, task, run = cohort.method, cohort.task, cohort.run
     kind, quorum = method.reply(question), how.quorum(len(cohort))
     how.validate(task, kind)
 
@@ -56,7 +54,7 @@ def ask_sum(cohort: Cohort, identities: Identities, run: bytes, question: Questi
             )
 
     enough(cohort.ids, "keys")
-    keys = _honest(cohort, identities, Context(run, cohort.round), cohort.exchange(Advertise(), "keys"))
+    keys = _honest(cohort, Context(run, cohort.round), cohort.exchange(Advertise(), "keys"))
     enough(keys, "keys")
     scene = _Scene(Context.of(run, cohort.round, tuple(keys), quorum), keys, how, quorum, cohort)
 
@@ -107,13 +105,13 @@ def ask_sum(cohort: Cohort, identities: Identities, run: bytes, question: Questi
     return Sum(tuple(alive), weight, totals, fixed.heaviest, clipped, furthest)
 
 
-def _honest(cohort: Cohort, identities: Identities, context: Context, answers: Answers) -> dict[int, _Keys]:
+def _honest(cohort: Cohort, context: Context, answers: Answers) -> dict[int, _Keys]:
     """Keys that no client will refuse: a single bad one would otherwise make all of them refuse the round."""
     keys, owner = dict[int, _Keys](), dict[bytes, int]()
     for client, answer in answers.items():
         own = _Keys.read(answer)
         try:
-            identities.verify(client, own.signature, context.signed_keys(client, own.channel, own.mask))
+            cohort.identities.verify(client, own.signature, context.signed_keys(client, own.channel, own.mask))
             masks.exchange(bytes(range(32)), (own.channel, own.mask))  # says if one is of low order
             for key in (own.channel, own.mask):
                 if key in owner:
@@ -288,8 +286,6 @@ class _Scene:
 
     def _recovered(self, dealer: int, shares: Mapping[int, bytes], alive: bool, shared: Shared) -> bytes:
         """The dealer's b if it is left, its private mask key if it is gone."""
-        from fedveil.core.cohort import BelowQuorum
-
         if len(shares) < self.threshold:
             raise BelowQuorum(
                 f"the secure sum stopped at 'unmask' and reveals nothing: of the secret of client {dealer} there are "

@@ -1,0 +1,62 @@
+"""What the rows of a ledger say about how a run went."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from itertools import takewhile
+
+from fedveil.core.ledger import Ledger, Row
+
+
+class NoUsableAnswers(RuntimeError):
+    """Round after round without an answer that could be used: the run ends here."""
+
+    @staticmethod
+    def after(ledger: Ledger) -> NoUsableAnswers:
+        rounds = sum(1 for _ in takewhile(unanswered, reversed(ledger.rows)))
+        told = f"no client answered for {rounds} round{'s' if rounds > 1 else ''}"
+        return NoUsableAnswers(f"{told}; the last reasons were: {grouped(ledger.rows[-1].missing.values())}")
+
+
+def grouped(reasons: Iterable[str]) -> str:
+    """Reasons in one sentence; of those that differ in their numbers only, the first and how many there are."""
+    alike: dict[str, list[str]] = {}
+    for reason in reasons:
+        alike.setdefault(re.sub(r"-?\d[\d.e+-]*", "#", reason), []).append(reason)
+    return ", ".join(same[0] if len(same) == 1 else f"{len(same)} × {same[0]}" for same in alike.values())
+
+
+def learned_nothing(ledger: Ledger) -> bool:
+    """Whether there were rounds and no answer could be used in any of them."""
+    return bool(ledger.rows) and all(unanswered(row) or _skipped(row) for row in ledger.rows)
+
+
+NOTHING = "nothing was learned"
+STAYED = "the weights stay as they were"  # the last words of the event of a round without a result
+
+
+def nothing_learned(ledger: Ledger) -> str:
+    """The sentence about such a run."""
+    rounds, last = len(ledger.rows), ledger.rows[-1]
+    why = grouped(last.missing.values()) or "; ".join(last.events)
+    return f"{NOTHING}: no answer could be used in {rounds} round{'s' if rounds > 1 else ''}; the last reasons: {why}"
+
+
+def unanswered(row: Row) -> bool:
+    return bool(row.cohort) and len(row.missing) == len(row.cohort)
+
+
+def _skipped(row: Row) -> bool:
+    """Whether a round had nobody to ask, or ended without a result."""
+    return not row.cohort or any(event.endswith(STAYED) for event in row.events)
+
+
+def behind_clients(row: Row) -> bool:
+    """Whether most clients are ahead of a server that had to go back to an older checkpoint."""
+    ahead = ("refused: wrong round", "refused: wrong stage")
+    return 2 * sum(why.startswith(ahead) for why in row.missing.values()) > len(row.cohort)
+
+
+def reached(row: Row, target: float | None) -> bool:
+    return target is not None and row.metrics.get("accuracy", 0) >= target

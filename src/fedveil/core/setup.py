@@ -1,0 +1,63 @@
+"""What is settled before the first round: the noise, the first state, and whether all suits the task."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from fedveil.core.account import AUTO
+from fedveil.core.method import Method, State, require_method
+from fedveil.core.sampling import CohortSampler
+from fedveil.core.seeds import Seed
+from fedveil.core.task import Task
+
+TRIAL = 100.0  # noise from which the noise that suffices is scaled
+
+
+def settle(task: Task, method: Method, cohort: CohortSampler | int, rounds: int, seed: int = 0) -> Method:
+    """The method with a number in place of noise "auto": the least with which all rounds stay within the budget.
+
+    It depends on how often the client that is drawn most often will be asked, which the seed decides.
+    """
+    require_method(method)
+    sampler = cohort if isinstance(cohort, CohortSampler) else CohortSampler(size=cohort)
+    if method.promise is None or method.promise.noise != AUTO:
+        return method
+    account = method.with_noise(TRIAL).account(task, sampler)
+    assert account
+    answers = rounds if account.everyone else _most_asked(task, sampler, rounds, Seed.root(seed))
+    return method.with_noise(account.least_noise(answers))
+
+
+def settled_like(method: Method, other: Method) -> Method:
+    """The method with the noise of `other` in place of "auto"."""
+    ours, theirs = method.promise, other.promise
+    if ours is None or theirs is None or ours.key != theirs.key or ours.noise != AUTO or theirs.noise == AUTO:
+        return method
+    return method.with_noise(theirs.noise)
+
+
+def _most_asked(task: Task, cohort: CohortSampler, rounds: int, seed: Seed) -> int:
+    """How often the client that is drawn most often is asked."""
+    drawn = Counter(k for n in range(1, rounds + 1) for k in cohort.draw(task, seed.child("round", n, "cohort")))
+    return max(drawn.values(), default=1)
+
+
+def private_root(number: int) -> Seed:
+    """The root of what should be private, fixed for a test."""
+    return Seed.root(number).child("insecure test noise")
+
+
+def init_state(task: Task, method: Method, cohort: CohortSampler) -> State:
+    """The state before the first round. A ValueError says what does not suit the task or the cohort."""
+    largest = len(task.clients) if cohort.kind == "poisson" else min(cohort.size, len(task.clients))
+    if largest < method.min_clients:
+        raise ValueError(
+            f"{method.name} with these settings needs at least {method.min_clients} clients per round, but a round has "
+            f"at most {largest}; raise cohort.size"
+        )
+    if account := method.account(task, cohort):
+        account.validate()
+    state = method.init_state(task)
+    for operation in method.needs:
+        task.require(operation, method.name)
+    return state

@@ -1,0 +1,60 @@
+"""Files that are written in one step, and a digest that tells whether one is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from fedveil.core.message import Refused
+
+_DIGEST = 16
+
+
+def digested(data: bytes) -> bytes:
+    """With a digest at its end, which tells whether a file is whole."""
+    return data + hashlib.blake2b(data, digest_size=_DIGEST).digest()
+
+
+def undigested(data: bytes) -> bytes:
+    """What was `digested`. Raises `Refused` if it is damaged."""
+    body, digest = data[:-_DIGEST], data[-_DIGEST:]
+    if hashlib.blake2b(body, digest_size=_DIGEST).digest() != digest:
+        raise Refused("damaged", "the digest at its end does not match")
+    return body
+
+
+def write(path: Path, data: bytes, private: bool = False) -> None:
+    """Replace a file in one step: whoever looks finds the old one or the new one, whole.
+
+    private: nobody but its owner may read it
+    """
+    beside = path.with_name(path.name + ".new")
+    with naming_file(path):
+        try:
+            mode = 0o600 if private else 0o666
+            with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        except OSError:
+            beside.unlink(missing_ok=True)  # half a file would only take the room that is missing
+            raise
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+@contextlib.contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """An error of the disk becomes a sentence with the file in it."""
+    try:
+        yield
+    except OSError as error:
+        told = f"could not write {path}: {error.strerror}; what was written before is kept"
+        raise OSError(error.errno, told) from error
