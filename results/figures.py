@@ -207,11 +207,17 @@ def where(run: Run) -> str:
     return f"{device}; PyTorch {e['torch'].split('+')[0]}, Python {e['python']}{commit}; seed {run.recipe['seed']}"
 
 
+RENAMED = {"method.ema=": "method.server.ema="}  # keys in recorded commands, and what they are called now
+
+
 def commands(names: Iterable[str]) -> str:
     """The commands behind some runs, each once, with its device."""
     seen: dict[tuple[str, str], list[str]] = {}
     for run in map(Run, names):
-        seen.setdefault((run.environment["command"], where(run)), []).append(run.name)
+        line = run.environment["command"]
+        for old, new in RENAMED.items():
+            line = line.replace(old, new)
+        seen.setdefault((line, where(run)), []).append(run.name)
     parts = [f"{', '.join(runs)} ({device}):\n\n    {line}" for (line, device), runs in seen.items()]
     return "\n\n".join(parts)
 
