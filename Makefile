@@ -24,6 +24,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 bench: $(STAMP)  ## ratios against hand-written loops, in one run
 	$(BIN)/python -m benchmarks

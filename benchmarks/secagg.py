@@ -40,11 +40,6 @@ class _Give(Question, frozen=True):
     reply = _Vector
 
 
-@message.kind
-class _State(fv.State, frozen=True):
-    pass
-
-
 @dataclass(frozen=True)
 class _Given(fv.Method):
     """Clients hold their vectors already, so that only the protocol takes time."""
@@ -54,14 +49,17 @@ class _Given(fv.Method):
     secure: SecureSum = field(default_factory=SecureSum)
 
     def init_state(self, task: fv.Task) -> fv.State:
-        return _State(task.initial)
+        return fv.State(task.initial)
 
     def round(self, state: Any, cohort: fv.Cohort) -> fv.State:
-        return _State(state.weights + ask_sum(cohort, _Give(), self.secure).mean("update"))
+        return fv.State(state.weights + ask_sum(cohort, _Give(), self.secure).mean("update"))
 
     @property
     def handlers(self) -> Mapping[type[Question], Callable[..., Sequence[Answer]]]:
-        return stages(self.secure, {_Give: lambda stack, q: [_Vector(self.vectors[k]) for k in stack.clients]})
+        return stages(self.secure, ({_Give: self.give}, _Vector))
+
+    def give(self, stack: fv.ClientStack, question: _Give) -> list[_Vector]:
+        return [_Vector(self.vectors[k]) for k in stack.clients]
 
 
 del fv.METHODS[_Given.name]

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import fedveil as fv
 from fedveil.cli import app
 from fedveil.core import message
-from fedveil.deploy import proxy, scaffold
+from fedveil.deploy import deployment, proxy, scaffold
 from fedveil.runs import recipe
 
 pytest.importorskip("flwr")
@@ -160,7 +160,7 @@ def test_a_run_through_nginx_with_the_configuration_that_init_wrote(tmp_path):
                 stage.check()
                 assert time.monotonic() < until
                 time.sleep(0.2)
-            rows = rehearse.held(folder).rows
+            rows = deployment.held(folder).rows
             assert [(sorted(row.up), row.missing, row.events) for row in rows] == [(["0", "1"], {}, [])] * 2
 
             # what is closed through the proxy is open behind it

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import fedveil as fv
 import toys
 from fedveil.cli import app
-from fedveil.deploy import keys, rehearse, roster, scaffold
+from fedveil.deploy import deployment, keys, rehearse, roster, scaffold
 from fedveil.engines.local import LocalEngine
 from fedveil.privacy.account import SPENT
 from fedveil.runs import recipe
@@ -55,7 +55,7 @@ def room(tmp_path, monkeypatch):
     assert not list((tmp_path / "tmp").iterdir())
 
 
-def deployment(folder: Path, *changes: str) -> Path:
+def deployed(folder: Path, *changes: str) -> Path:
     """Two clients of SCAFFOLD, with data that a process has read at once."""
     digits, file = fv.load("digits"), folder.with_name("digits.npz")
     parts = {"x_train": digits.x, "y_train": digits.y, "x_test": digits.test_x, "y_test": digits.test_y}
@@ -81,7 +81,7 @@ def weights(folder: Path, number: int) -> torch.Tensor:
 def test_a_method_that_asks_twice_in_a_rehearsal_of_the_command_line(room):
     """Two nodes, two rounds, four questions: what a client noted at one it finds at the next, in another process."""
     assert toys.Twice.name == "toy-twice"
-    folder = deployment(room / "federation")
+    folder = deployed(room / "federation")
     text = (folder / "app" / "recipe.toml").read_text()
     (folder / "app" / "recipe.toml").write_text(text.partition("[method]")[0] + '[method]\nname = "toy-twice"\n')
     entered = "import fedveil\nimport toys\n\nfedveil.METHODS['toy-twice'] = toys.Twice\n"
@@ -118,9 +118,9 @@ def test_a_budget_that_is_spent_is_an_end_and_no_failure(tmp_path, monkeypatch):
             (self.logs / "run.log").write_text(f"fedveil: {self.said}\n")
             return subprocess.Popen(["true"])
 
-    folder, heard = deployment(tmp_path / "federation"), []
+    folder, heard = deployed(tmp_path / "federation"), []
     monkeypatch.setattr(rehearse, "Stage", Played)
-    plan = rehearse.planned(folder)[0]
+    plan = deployment.planned(folder)[0]
     with pytest.raises(rehearse.Failed, match="the run ended early"):
         rehearse.rehearse(folder, plan, [0, 1], heard.append, heard.append)
     Played.said = f"stopped after round 2 of 5: {SPENT}"
@@ -158,7 +158,7 @@ def questions(stage, client):
 
 def test_strangers_are_turned_away_and_a_node_that_is_killed_costs_one_answer(room):
     """All on one SuperLink. Without faults the deployment is where a simulation is, bit for bit."""
-    folder = deployment(room / "federation", "cohort.deadline=45", "rounds=2")
+    folder = deployed(room / "federation", "cohort.deadline=45", "rounds=2")
     keys.certificates(room)
     keys.node_key(room / "stranger")
     ledger = folder / "run" / "ledger.jsonl"
@@ -193,7 +193,7 @@ def test_strangers_are_turned_away_and_a_node_that_is_killed_costs_one_answer(ro
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_whoever_stops_a_rehearsal_leaves_nothing_behind(room, number):
-    folder = deployment(room / "federation")
+    folder = deployed(room / "federation")
     words = [sys.executable, "-m", "fedveil", "deploy", "rehearse", str(folder)]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
         for line in process.stderr:
@@ -234,7 +234,7 @@ def test_what_breaks_in_an_app_is_told_with_the_end_of_the_log(room, broken, tol
 
 @pytest.mark.slow
 def test_a_killed_rehearsal_takes_its_processes_with_it(room):
-    folder = deployment(room / "federation")
+    folder = deployed(room / "federation")
     words = [sys.executable, "-m", "fedveil", "deploy", "rehearse", str(folder)]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
         for line in process.stderr:
@@ -250,7 +250,7 @@ def test_a_killed_rehearsal_takes_its_processes_with_it(room):
 @pytest.mark.slow
 def test_a_number_is_one_keys_until_the_operator_gives_it_to_another(room, monkeypatch):
     """A registered rival of client 0 is named and not asked; a revoked key is out; its successor is client 0."""
-    folder = deployment(room / "federation", "rounds=3")
+    folder = deployed(room / "federation", "rounds=3")
     for name in ("rival", "next"):
         keys.node_key(room / name)
 
@@ -312,7 +312,7 @@ def online(node):
 @pytest.mark.slow
 def test_a_server_that_starts_again_and_a_killed_node_that_comes_back(room):
     """Without a deadline: Flower reports the node, and the run goes on with it as soon as it is there again."""
-    folder = deployment(room / "federation", "rounds=5")
+    folder = deployed(room / "federation", "rounds=5")
     ledger = folder / "run" / "ledger.jsonl"
     with rehearse.Stage(folder) as stage:
         stage.start_superlink()

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedveil.cli import app
-from fedveil.deploy import keys, rehearse, roster, scaffold
+from fedveil.deploy import deployment, keys, rehearse, roster, scaffold
 from fedveil.engines.claims import Claims, Roster
 from fedveil.runs import recipe
 
@@ -157,7 +157,7 @@ def test_a_client_is_out_of_the_roster_also_if_the_superlink_cannot_be_told(fold
 
 
 def test_a_folder_that_is_in_use_or_no_deployment_is_left_alone(folder, tmp_path):
-    with rehearse.lock(folder):
+    with deployment.lock(folder):
         assert "is being rehearsed or changed by another process; wait" in told("add", folder, 0)
     for verb in ("add", "remove", "revoke"):
         assert "holds no deployment; 'fedveil deploy init" in told(verb, tmp_path, 0)
@@ -169,16 +169,16 @@ def test_in_a_rehearsal_the_keys_in_the_folder_are_the_clients(folder):
     assert "client 1 has a key; revoke it first" in told("add", folder, 1)
     shown = json.loads(invoke("revoke", folder, 1, "--format", "json").stdout)
     assert shown == {"client": 1, "node": None, "key": shown["key"]}
-    assert rehearse.clients(folder) == [0]
+    assert deployment.clients(folder) == [0]
     assert "client 1 has no key; add one with 'fedveil deploy add" in told("revoke", folder, 1)
     assert invoke("add", folder, 1).exit_code == 0
     after = {name: (folder / "keys" / name).read_bytes() for name in names}
     assert [name for name in names if before[name] != after[name]] == ["node-1", "node-1.pub"]
     assert invoke("remove", folder, 0).exit_code == 0
-    assert rehearse.clients(folder) == [1]
+    assert deployment.clients(folder) == [1]
     assert not list((folder / "keys").glob("identity-0*"))
     assert invoke("add", folder, 0).exit_code == 0
-    assert rehearse.clients(folder) == [0, 1]
+    assert deployment.clients(folder) == [0, 1]
     assert not (folder / "roster.json").exists()
 
 

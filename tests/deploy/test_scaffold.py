@@ -20,7 +20,7 @@ import fedveil as fv
 from deploy.apps import loader
 from fedveil.cli import app
 from fedveil.core.ledger import Row
-from fedveil.deploy import rehearse, scaffold
+from fedveil.deploy import deployment, scaffold
 from fedveil.runs import recipe
 from fedveil.runs.folder import RunFolder
 
@@ -52,14 +52,14 @@ def test_the_recipe_says_what_is_public(written):
     plan = recipe.read(str(written / "app" / "recipe.toml"))
     assert plan.method == recipe.read("digits/scaffold").method
     assert (plan.rounds, plan.split.clients, plan.split.max_records, plan.cohort.size) == (3, 2, 719, 2)
-    assert rehearse.planned(written) == (plan, "scaffold")
+    assert deployment.planned(written) == (plan, "scaffold")
 
 
 def test_a_method_that_only_the_app_knows_is_no_obstacle(written, tmp_path):
     (tmp_path / "app").mkdir()
     text = (written / "app" / "recipe.toml").read_text().partition("[method]")[0]
     (tmp_path / "app" / "recipe.toml").write_text(text + '[method]\nname = "our-own"\nstrength = 3\n')
-    plan, name = rehearse.planned(tmp_path)
+    plan, name = deployment.planned(tmp_path)
     assert (plan.rounds, name) == (3, "our-own")
 
 
@@ -187,11 +187,11 @@ def test_a_finished_rehearsal_with_a_changed_recipe_is_no_old_number(tmp_path):
     """It once printed the figures of the run before, with exit code 0."""
     folder = tmp_path / "federation"
     scaffold.init(folder, recipe.read("digits/fedavg", ["rounds=1"]), 2)
-    plan, _ = rehearse.planned(folder)
+    plan, _ = deployment.planned(folder)
     with contextlib.closing(RunFolder(folder / "run")) as home:
         home.describe(plan.toml(), {})
         home.ledger(0).append(Row(round=1, cohort=[0, 1]))
-    rehearse.validate_same(folder, dataclasses.replace(plan, rounds=9))
+    deployment.validate_same(folder, dataclasses.replace(plan, rounds=9))
     changed = (folder / "app" / "recipe.toml").read_text().replace("lr = 0.3", "lr = 0.2")
     (folder / "app" / "recipe.toml").write_text(changed)
     result = invoke("rehearse", folder)

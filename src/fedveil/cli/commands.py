@@ -1,18 +1,18 @@
-"""The commands."""
+"""The commands that train, and those that report."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import click
 import typer
 
-from fedveil import data, models
-from fedveil.cli import records, show
+from fedveil import data
+from fedveil.cli import show
 from fedveil.cli.jobs import Job, Where, choose, holds_run
 from fedveil.cli.options import (
     Compile,
@@ -31,19 +31,14 @@ from fedveil.cli.options import (
     Shown,
     Stack,
     Version,
-    What,
     Workers,
     argument,
     option,
 )
 from fedveil.cli.progress import INTERRUPTED, Interrupt
 from fedveil.cli.shell import Plainly, out, say
-from fedveil.codecs.base import Codec
-from fedveil.core.message import Refused
-from fedveil.core.method import METHODS
 from fedveil.core.outcome import learned_nothing, nothing_learned
 from fedveil.core.setup import settled_like
-from fedveil.core.spelling import nearest
 from fedveil.core.version import __version__
 from fedveil.runs import recipe
 from fedveil.runs.cost import cost as foretell
@@ -62,7 +57,6 @@ DEMO = [
     "digits/fedlap",
     "digits/fedlap-dp",
 ]
-
 app = typer.Typer(cls=Plainly, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
@@ -271,108 +265,3 @@ def report(
     Example: fedveil report runs/demo/digits-fedavg runs/demo/digits-scaffold
     """
     out.out(_report(folders, file or folders[0] / "report.html"))
-
-
-@app.command("list")
-def list_(what: Annotated[What, argument("methods|codecs|models|data|recipes")], format: Shown = Format.table) -> None:
-    """List methods, codecs, models, data or recipes.
-
-    Example: fedveil list recipes
-    """
-    tables: dict[What, Callable[[], dict[str, str]]] = {
-        What.methods: lambda: {name: method.about.summary for name, method in METHODS.items()},
-        What.codecs: lambda: {name: _first_line(codec) for name, codec in Codec.registry.items()},
-        What.models: lambda: {name: _first_line(model) for name, model in models.MODELS.items()},
-        What.data: lambda: {name: _first_line(load) for name, load in data.SETS.items()},
-        What.recipes: lambda: {name: _setting(recipe.read(name)) for name in recipe.names()},
-    }
-    found = tables[what]()
-    if format is Format.json:
-        show.as_json([{"name": name, "summary": summary} for name, summary in found.items()])
-    else:
-        show.pairs(found.items())
-
-
-def _first_line(thing: object) -> str:
-    return (thing.__doc__ or "").partition("\n")[0]
-
-
-def _setting(plan: Recipe) -> str:
-    size, clients = plan.cohort.size, plan.split.clients
-    who = f"{size} of {clients}" if size < clients else f"all {clients}"
-    return f"{plan.split.kind}, {size if plan.split.kind == 'natural' else who} clients a round, {plan.rounds} rounds"
-
-
-@app.command()
-def describe(method: Annotated[str, argument("METHOD")], format: Shown = Format.table) -> None:
-    """Say what a method or codec sends, and its keys.
-
-    Of a method also who sees it, and of which kind each claim about privacy is.
-
-    Example: fedveil describe scaffold
-    """
-    if method in Codec.registry and method not in METHODS:
-        return _describe_codec(Codec.registry[method](), format)
-    if method not in METHODS:
-        raise ValueError(f"there is no method '{method}'{nearest(method, [*METHODS, *Codec.registry])}")
-    about, keys = METHODS[method].about, dict(_keys(METHODS[method](), "method"))
-    if format is Format.json:
-        claims = [{"kind": kind, "sentence": sentence} for kind, sentence in about.claims]
-        show.as_json({"name": method, **vars(about), "claims": claims, "keys": keys})
-        return
-    words = [(name.replace("_", " "), text) for name, text in vars(about).items() if name not in ("claims", "paper")]
-    show.pairs([("method", method), *words, *about.claims, ("paper", about.paper)])
-    out.out("\nkeys for --set, with their defaults")
-    show.pairs(_typed(METHODS[method](), "method"))
-
-
-def _typed(thing: Any, path: str) -> Iterator[tuple[str, str]]:
-    """What a recipe can set below `path`, and the present values as one would type them. None is to leave a key out; of
-    a table that is left out the keys are named."""
-    for key, value in _keys(thing, path):
-        shown = str(value).lower() if value is None or isinstance(value, bool) else f"{value}" or '""'
-        name = key.removeprefix(f"{path}.")
-        if value is None and "." not in name and (table := recipe.section(type(thing), name)):
-            shown = f"none, or its {', '.join(recipe.keys(table))}"
-        yield f"  {key}", shown
-
-
-def _describe_codec(codec: Codec, format: Format) -> None:
-    """A codec's own words, and its keys as those of the way up."""
-    words, keys = " ".join((codec.__doc__ or "").split("\n\n")[0].split()), dict(_keys(codec, "method.up"))
-    if format is Format.json:
-        return show.as_json({"name": codec.name, "summary": words, "keys": keys})
-    show.pairs([("codec", codec.name), ("summary", words)])
-    out.out(f"\nkeys for --set, with their defaults{'; method.down takes the same' if codec.server_can_encode else ''}")
-    show.pairs(_typed(codec, "method.up"))
-
-
-def _keys(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """What a recipe can set below `path`, and the present values."""
-    if hasattr(thing, "registry"):
-        yield f"{path}.name", thing.name
-    for part in dataclasses.fields(thing):
-        value, key = getattr(thing, part.name), f"{path}.{part.name}"
-        yield from _keys(value, key) if dataclasses.is_dataclass(value) else [(key, value)]
-
-
-@app.command()
-def inspect(file: Annotated[Path, argument("FILE")], format: Shown = Format.table) -> None:
-    """Show what a checkpoint or a message holds.
-
-    Example: fedveil inspect runs/demo/digits-scaffold/checkpoint-00000020.fv
-    """
-    if not file.is_file():
-        raise ValueError(f"there is no file {file}")
-    try:
-        head, found = records.opened(file.read_bytes())
-    except Refused as error:
-        raise ValueError(f"{file} cannot be shown: {error}") from None
-    parts = [(part, type(record).__name__, records.fields(record)) for part, record in found]
-    if format is Format.json:
-        show.as_json(head | {"records": [{"part": part, "kind": kind, "fields": seen} for part, kind, seen in parts]})
-        return
-    show.pairs(head.items())
-    for part, kind, seen in parts:
-        out.out(f"\n{part}: {kind}")
-        show.pairs((f"  {name}", records.line(value)) for name, value in seen.items())

@@ -59,22 +59,22 @@ def rehearse(
 
     Example: fedveil deploy rehearse federation --rounds 5
     """
-    from fedveil.deploy import rehearse as stage
+    from fedveil.deploy import deployment
 
-    plan, method = stage.planned(folder)
+    plan, method = deployment.planned(folder)
     plan = plan if rounds is None else dataclasses.replace(plan, rounds=rounds)
-    stage.validate_same(folder, plan)
-    there = [k for k in stage.clients(folder) if k < plan.split.clients]
+    deployment.validate_same(folder, plan)
+    there = [k for k in deployment.clients(folder) if k < plan.split.clients]
     if not 1 <= (started := len(there) if nodes is None else nodes) <= len(there):
         told = f"{folder} has {plan.split.clients} clients and keys for {len(there)}"
         raise ValueError(
             f"{told}, so {started} cannot be started; use --nodes, or 'fedveil deploy add {folder} CLIENT'"
         )
-    if stopped := stage.finished(stage.held(folder), plan):
+    if stopped := deployment.finished(deployment.held(folder), plan):
         say(f"{folder / 'run'} is finished; --rounds goes on")
     else:
         stopped = _rehearse(folder, plan, there[:started])
-    figures = stage.held(folder).summary(method)
+    figures = deployment.held(folder).summary(method)
     show.summary(figures | {"out": str(folder / "run"), "stopped": stopped}, format)
 
 
@@ -151,19 +151,20 @@ def _shown(client: int, seat: Seat, superlink: str | None, format: Format) -> No
 
 
 def _rehearse(folder: Path, plan: recipe.Recipe, clients: Sequence[int]) -> str:
+    from fedveil.deploy import deployment
     from fedveil.deploy import rehearse as stage
 
     stopping = (signal.SIGINT, signal.SIGTERM)  # also where whoever started this ignores the first
     before = [signal.signal(number, _interrupt) for number in stopping]
     try:
-        with Watch(plan.rounds, stage.held(folder)) as watch:
+        with Watch(plan.rounds, deployment.held(folder)) as watch:
             return stage.rehearse(folder, plan, clients, lambda row: _watched(row, watch), say)
     except stage.Failed as error:
         for line in error.lines:
             err.print(f"  {line}", soft_wrap=True)
         raise click.ClickException(str(error)) from None
     except KeyboardInterrupt:
-        done = len(stage.held(folder).rows)
+        done = len(deployment.held(folder).rows)
         say(f"stopped after round {done} of {plan.rounds}; 'fedveil deploy rehearse {folder}' goes on")
         raise typer.Exit(INTERRUPTED) from None
     finally:

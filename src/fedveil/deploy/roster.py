@@ -12,7 +12,7 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
-from fedveil.deploy import keys, rehearse
+from fedveil.deploy import deployment, keys, rehearse
 from fedveil.deploy.scaffold import ABSENT
 from fedveil.engines.claims import Roster, Seat
 
@@ -21,13 +21,13 @@ FILE = "roster.json"
 
 def add(folder: Path, client: int, key: Path | None = None, superlink: str | None = None) -> Seat:
     """Bind `client` to a public key that is new to the SuperLink; in a rehearsal, to a new key."""
-    clients = rehearse.planned(folder)[0].split.clients
+    clients = deployment.planned(folder)[0].split.clients
     if not 0 <= client < clients:
         told = f"there is no client {client}: split.clients is {clients} in {folder / 'app' / 'recipe.toml'}"
         raise ValueError(f"{told}; raise it first, and begin a new run with another 'out'")
     if (key is None) != (superlink is None):
         raise ValueError("a client is added with --key and --superlink; without both, the rehearsal makes its own key")
-    with rehearse.lock(folder):
+    with deployment.lock(folder):
         if key is None or superlink is None:
             return _rehearsed(folder, client)
         roster, mark = _read(folder), keys.fingerprint(key)
@@ -46,8 +46,8 @@ def add(folder: Path, client: int, key: Path | None = None, superlink: str | Non
 
 def remove(folder: Path, client: int, superlink: str | None = None, revoke: bool = False) -> Seat:
     """Free the number of `client` and unregister its key; with `revoke`, never take this key again."""
-    rehearse.planned(folder)  # says that it is no deployment
-    with rehearse.lock(folder):
+    deployment.planned(folder)  # says that it is no deployment
+    with deployment.lock(folder):
         if superlink is None:
             return _unrehearsed(folder, client, revoke)
         roster = _read(folder)

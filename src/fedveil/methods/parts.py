@@ -4,24 +4,81 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 from fedveil.codecs.agreed import AgreedCodec
 from fedveil.codecs.base import Codec
 from fedveil.codecs.raw import Raw
+from fedveil.core.account import Account
 from fedveil.core.message import Question
+from fedveil.core.task import Task
 from fedveil.links.agreed import Agreed
 from fedveil.links.decoded import Decoded
 from fedveil.links.down import Downlink, EncodedSteps, FromInit, FullWeights, Train, TrainFrom, TrainFull, TrainHere
 from fedveil.links.payloads import Payloads, extended
 from fedveil.links.summed import Summed
 from fedveil.links.up import Uplink
+from fedveil.privacy.dpsgd import DpSgd
 from fedveil.privacy.secagg.settings import SecureSum
-from fedveil.train.aggregators import NoisySum
+from fedveil.privacy.users import UserLevel
+from fedveil.train.aggregators import Aggregator, NoisySum
 from fedveil.train.transforms import ClipNoise, Feedback, Transform, Weigh
 
-if TYPE_CHECKING:
-    from fedveil.methods.averaging import Averaging
+
+class Options(Protocol):
+    """The options of a method that averages, and what it states of itself."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def unsupported(self) -> Mapping[str, str]: ...
+
+    @property
+    def up(self) -> Codec: ...
+
+    @property
+    def down(self) -> Codec | None: ...
+
+    @property
+    def aggregator(self) -> Aggregator: ...
+
+    @property
+    def feedback(self) -> bool: ...
+
+    @property
+    def full_rounds(self) -> int: ...
+
+    @property
+    def privacy(self) -> DpSgd | None: ...
+
+    @property
+    def user_privacy(self) -> UserLevel | None: ...
+
+    @property
+    def secure(self) -> SecureSum | None: ...
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """The vectors that clients send, by name."""
+
+    @property
+    def scalars(self) -> Mapping[str, Any]:
+        """The numbers that clients send beside them, by name."""
+
+    @property
+    def broadcasts(self) -> Mapping[str, Any]:
+        """The tensors that the server sends beside the weights, by name."""
+
+    @property
+    def weighted(self) -> bool:
+        """Whether clients count by their records."""
+
+    @property
+    def limited(self) -> bool:
+        """Whether long updates are shortened."""
+
+    def client_cost(self, task: Task) -> Account | None: ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +106,7 @@ class Parts:
         return (self.down.question, *self.up.questions)
 
 
-def assemble(m: Averaging, full: bool = False) -> Parts:
+def assemble(m: Options, full: bool = False) -> Parts:
     """The parts of an ordinary round of a method, or of a full one: no codecs."""
     codec, users = Raw() if full else m.up, m.user_privacy
     summed = bool(users and users.where == "sum")
@@ -82,7 +139,7 @@ def _down(codec: Codec | None, plain: type[Question], extra: Mapping[str, Any]) 
     return EncodedSteps(codec, extended(TrainHere, fields))
 
 
-def _secure(m: Averaging, codec: Codec, equal: bool) -> SecureSum | None:
+def _secure(m: Options, codec: Codec, equal: bool) -> SecureSum | None:
     """How sums are taken. Codes and private updates have a range of their own, whatever is said of updates."""
     how, users = m.secure, m.user_privacy
     reach = cast(AgreedCodec, codec).reach if codec.in_code_space else None

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fedveil.core.sampling import CohortSampler
 from fedveil.core.task import Task
-
-if TYPE_CHECKING:
-    from fedveil.methods.averaging import Averaging
+from fedveil.methods.parts import Options
 
 UNSUPPORTED = "options that the method cannot have"
 CLIENT = 'or user_privacy.where="client"'
@@ -25,15 +22,15 @@ class Rule:
     """A row: when it applies, and the sentence."""
 
     name: str
-    broken: Callable[[Averaging], object]
-    says: Callable[[Averaging], str]
+    broken: Callable[[Options], object]
+    says: Callable[[Options], str]
 
 
-def _noised_sum(m: Averaging) -> bool:
+def _noised_sum(m: Options) -> bool:
     return m.user_privacy is not None and m.user_privacy.where == "sum"
 
 
-def _set(m: Averaging, key: str) -> bool:
+def _set(m: Options, key: str) -> bool:
     """Whether an option is used."""
     return getattr(m, key, None) is not None
 
@@ -66,8 +63,8 @@ RULES = (
         "codes of several vectors",
         lambda m: m.up.in_code_space and len(m.vectors) > 1,
         lambda m: (
-            f"{m.name} sends {len(m.vectors)} vectors ({', '.join(m.vectors)}), and {m.up.name} codes one vector for the whole cohort; "
-            "use another codec, such as qsgd or top-k"
+            f"{m.name} sends {len(m.vectors)} vectors ({', '.join(m.vectors)}), and {m.up.name} codes one vector for "
+            "the whole cohort; use another codec, such as qsgd or top-k"
         ),
     ),
     Rule(
@@ -173,18 +170,18 @@ class Mismatch(ValueError):
         super().__init__(sentence)
 
 
-def broken(m: Averaging) -> Iterator[Mismatch]:
+def broken(m: Options) -> Iterator[Mismatch]:
     """The rows that a combination breaks."""
     return (Mismatch(rule.name, rule.says(m)) for rule in RULES if rule.broken(m))
 
 
-def validate(m: Averaging) -> None:
+def validate(m: Options) -> None:
     """Raise a `Mismatch` for the first row that the combination breaks."""
     for mismatch in broken(m):
         raise mismatch
 
 
-def validate_on(m: Averaging, task: Task) -> None:
+def validate_on(m: Options, task: Task) -> None:
     """Raise a ValueError if a codec would look at records past the noise."""
     if m.client_cost(task):
         for codec in dict.fromkeys(m.up.for_client(client) for client in range(len(task.clients))):
@@ -195,7 +192,7 @@ def validate_on(m: Averaging, task: Task) -> None:
                 )
 
 
-def validate_sampling(m: Averaging, task: Task, sampler: CohortSampler) -> None:
+def validate_sampling(m: Options, task: Task, sampler: CohortSampler) -> None:
     """Raise a ValueError if cohorts are drawn so that the promise does not hold."""
     users = m.user_privacy
     if users is None or users.where != "sum":

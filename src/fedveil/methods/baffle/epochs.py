@@ -36,8 +36,8 @@ class BaffleEpochs(Estimate, Averaging):
     )
     limited: ClassVar[bool] = True
     unsupported: ClassVar[Mapping[str, str]] = {
-        "privacy": "it measures the loss of a whole batch, in which no record's part is clipped or covered by noise; use "
-        "fedavg",
+        "privacy": "it measures the loss of a whole batch, in which no record's part is clipped or covered by noise; "
+        "use fedavg",
     }
 
     local: LocalTraining = field(default_factory=lambda: LocalTraining("adam", 0.01, beta2=0.99, weight_decay=5e-4))
