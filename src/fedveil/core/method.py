@@ -120,7 +120,7 @@ def require_method(thing: Any) -> None:
     if isinstance(thing, type):
         raise TypeError(f"{thing.__name__} is a class; give an instance of it, {thing.__name__}()")
     kind = type(thing).__name__
-    hint = f"; codecs go into a method, as in FedAvg(up={kind}())" if hasattr(thing, "encode") else ""
+    hint = f"; codecs go into a method, as in FedAvg(up={kind}())" if hasattr(thing, "in_code_space") else ""
     raise TypeError(f"{kind} is no method, such as FedAvg(){hint}")
 
 
