@@ -16,15 +16,16 @@ HUGE = 1e30
 OVERSIZE = 1 << 21  # bytes, more than a toy's message can have
 
 
-def attacks(frame: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield a name and the bytes of each attack on an honest frame."""
+def attacks(frame: bytes) -> dict[str, bytes]:
+    """Return the bytes of each attack on an honest frame, by name."""
     kind, where = message.envelope(frame)
     record, _ = message.unframe(frame, KINDS, len(frame))
-    for name, changed in values(record):
-        yield name, message.frame(changed, where)
-    yield "a wrong kind", message.prefix(kind ^ 0x155555, where) + frame[message.PREFIX_BYTES :]
-    yield "a truncated frame", frame[:-8]
-    yield "an oversized frame", frame + bytes(OVERSIZE)
+    found = {name: message.frame(changed, where) for name, changed in values(record)}
+    return found | {
+        "a wrong kind": message.prefix(kind ^ 0x155555, where) + frame[message.PREFIX_BYTES :],
+        "a truncated frame": frame[:-8],
+        "an oversized frame": frame + bytes(OVERSIZE),
+    }
 
 
 def values(record: Record) -> Iterator[tuple[str, Any]]:

@@ -81,7 +81,7 @@ class Case:
         return {**self.codec.for_client(client).sizes(self.task), "records": self.task.largest}
 
     def read(self, frame: bytes, client: int) -> Any:
-        """A payload as the server reads it. Raises `fv.Refused`."""
+        """A payload as the server reads it. Raises `Refused`."""
         kind, sizes = self.codec.payload, self.sizes(client)
         received, _ = message.unframe(frame, {kind.kind: kind}, schema.size_limit(kind, sizes))
         schema.check(received, sizes)
@@ -116,7 +116,7 @@ def check_registered(case: Case) -> None:
         method = fv.FedAvg(up=codec)
         found: Any = recipe.parse(tomllib.loads(fv.Recipe(method=method).toml())).method
     except Exception as error:
-        raise AssertionError(f"{label(codec)} cannot be used in fv.FedAvg(up={kind.__name__}(...)): {error}") from error
+        raise AssertionError(f"{label(codec)} cannot be used in FedAvg(up={kind.__name__}(...)): {error}") from error
     require(
         found == method,
         f"{label(codec)}: its recipe gives {found.up} in place of {codec}; let its fields be numbers, text, lists of "
@@ -223,18 +223,18 @@ def check_hostile(case: Case) -> None:
     codec = case.codec
     for name, frame in _hostile(case):
         try:
-            found = case.decode([case.read(frame, 0)])
+            found = codec.decode(case.task, case.task.initial[None], [case.read(frame, 0)])
         except fv.Refused:
             continue
         except Exception as error:
             told = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise AssertionError(
-                f"{label(codec)}: a payload with {name} makes the server fail with {told}; let `check` raise fv.Refused"
+                f"{label(codec)}: a payload with {name} makes the server fail with {told}; let `check` raise Refused"
             ) from error
         require(
             torch.isfinite(found).all(),
             f"{label(codec)}: a payload with {name} is decoded to values that are not finite; bound its fields with "
-            "Shape(low, high), or let `check` raise fv.Refused",
+            "Shape(low, high), or let `check` raise Refused",
         )
 
 
@@ -286,8 +286,8 @@ def check_feedback(case: Case) -> None:
         most = float(torch.linalg.vector_norm(lost, dim=1).max()) / LENGTH
         require(
             most <= round_ * (1 + 1e-3),  # false for NaN
-            f"{label(codec)}: after {round_} rounds of error feedback {most:.3g} updates are lost, more than were "
-            f"encoded; let it lose less than it is given, or state lossy = False or loses_the_same",
+            f"{label(codec)}: in round {round_} of error feedback {most:.3g} updates are lost, more than were encoded; "
+            "let it lose less than it is given, or state loses_the_same",
         )
 
 

@@ -208,11 +208,11 @@ def check_hostile(case: Case) -> None:
             honest[letter.envelope.serial] = reply.frame
         return reply
 
-    trial(method, task, engine=Observed(change=note), rounds=1)
-    for serial, frame in honest.items():
+    trial(method, task, engine=Observed(change=note))
+    for serial, noted in honest.items():
         without = trial(method, task, engine=Observed(change=dropped(CULPRIT, 1, serial)))
-        for name, sent in attacks(frame):
-            change = tampered(CULPRIT, 1, serial, _sending(sent))
+        for name in attacks(noted):
+            change = tampered(CULPRIT, 1, serial, _attacking(name))
             found = trial(method, task, engine=Observed(change=change))
             told = f"{label(method)}: {name}, sent by client {CULPRIT} in answer {serial + 1} of round 1,"
             row = found.rows[0]
@@ -230,8 +230,9 @@ def check_hostile(case: Case) -> None:
             )
 
 
-def _sending(frame: bytes) -> Callable[[Reply], Reply]:
-    return lambda reply: dataclasses.replace(reply, frame=frame)
+def _attacking(name: str) -> Callable[[Reply], Reply]:
+    """Replace an honest frame: a recorded one would be refused because it is of another run."""
+    return lambda reply: dataclasses.replace(reply, frame=attacks(reply.frame)[name])
 
 
 def check_cost(case: Case) -> None:

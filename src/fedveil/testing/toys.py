@@ -79,7 +79,6 @@ def trial(
     task: fv.Task,
     *,
     engine: Engine | None = None,
-    rounds: int = ROUNDS,
     folder: Path | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Trial:
@@ -91,7 +90,7 @@ def trial(
             result = fv.run(
                 task,
                 method,
-                rounds=rounds,
+                rounds=ROUNDS,
                 cohort=len(task.clients),
                 engine=used,
                 folder=folder,
