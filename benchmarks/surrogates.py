@@ -72,7 +72,7 @@ def _seconds(method: FedLap, task: fv.Task, stacks: list[tuple[int, ...]]) -> fl
     for one in (replace(method, batches=2, steps=8), method):
         began, answers = time.perf_counter(), []
         for clients in stacks:
-            blank: list[None] = [None] * len(clients)
+            blank = [fv.Slots()] * len(clients)
             stack = ClientStack(task, clients, 1, fv.Seed.root(0), fv.Seed.root(0), blank, [{} for _ in clients])
             answers += one.distil(stack, Distil(task.initial, 2 * one.images))
         one.optimise(task, task.initial, answers)
