@@ -31,7 +31,7 @@ def test_a_tier_decodes_as_its_codec_does_alone(digits):
     clients = (0, 1, 2, 3)
     updates = torch.randn(4, digits.layout.size, generator=fv.Seed.root(0).torch()) * 0.01
     w = digits.initial.expand(4, -1)
-    stack = fv.ClientStack(digits, clients, 1, fv.Seed.root(0), fv.Seed.root(0), [None] * 4, [{}] * 4)
+    stack = fv.ClientStack(digits, clients, 1, fv.Seed.root(0), fv.Seed.root(0), [fv.Slots()] * 4, [{}] * 4)
     payloads = codec.encode(digits, w, updates, stack.seeds("encoding"), stack)
     decoded = codec.decode(digits, w, payloads)
     assert stack.passes == sum(codec.for_client(k).forecast_compute().passes for k in clients)
