@@ -11,7 +11,9 @@ import fedveil as fv
 from codec_tools import body, digits, stack_of, through_the_wire
 from fedveil.codecs.qsgd import Quantised
 from fedveil.codecs.topk import Sparse
-from fedveil.core.message import Refused
+from fedveil.core.message import Refused, Slots
+from fedveil.engines import LocalEngine
+from fedveil.links.down import Train
 from toys import linear_task
 
 BITS = (2, 4, 8)
@@ -153,12 +155,13 @@ def residuals(feedback: bool, rounds: int) -> list[float]:
     """How far the sum of what was sent is from the sum of the true updates, round by round, over one update's norm."""
     task, up = linear_task(1, 24), fv.TopK(share=0.25)
     method = fv.FedAvg(local=fv.LocalTraining(lr=0.5), up=up, feedback=feedback)
-    w, memory, behind, found = task.initial, None, torch.zeros(8), []
+    w, memory, behind, found = task.initial, Slots(), torch.zeros(8), []
     for round_ in range(1, rounds + 1):
         stack = stack_of(task, 0, round_=round_, memory=[memory])
-        true = method.update(stack_of(task, 0, round_=round_), w)[0]
-        payload = method.encoded(stack, w)
-        memory = stack.kept[0] if stack.kept else None
+        true = method.released(stack_of(task, 0, round_=round_), Train(w), w)["update"][0]
+        payload = method.handlers[Train](stack, Train(w))
+        memory = Slots(stack.kept_by(0))
+        assert set(memory) == ({"feedback"} if feedback else set())
         behind = behind + true - up.decode(task, w[None], payload)[0]
         found.append(float(behind.norm() / true.norm()))
     return found
@@ -175,8 +178,37 @@ def test_with_error_feedback_the_sum_of_what_was_sent_tracks_the_sum_of_the_upda
 def test_without_a_loss_there_is_nothing_to_remember():
     task = linear_task(1, 24)
     stack = stack_of(task, 0)
-    fv.FedAvg(up=fv.TopK(share=1.0), feedback=True).encoded(stack, task.initial)
-    assert not stack.kept[0].residual.any()
+    fv.FedAvg(up=fv.TopK(share=1.0), feedback=True).handlers[Train](stack, Train(task.initial))
+    assert not stack.kept["feedback"][0].lost[0].any()
+
+
+def test_scaffold_feeds_back_what_is_lost_of_both_vectors():
+    """A client's memory has a slot for its control variate and one for what the codec lost, of update and control."""
+    task, up = linear_task(4, 24), fv.TopK(share=0.25)
+    method = fv.Scaffold(fv.LocalTraining(lr=0.5), up=up, feedback=True)
+    run = fv.Federation(task, method, LocalEngine(), fv.CohortSampler(size=4), fv.Seed.root(0))
+    state, memories = method.init_state(task), []
+    for number in (1, 2):
+        asked = method.parts.down.question(weights=state.weights, **method.broadcast(state))
+        before = [run.clients.memory.before(k, number, 0) for k in range(4)]
+        state, row = run.step(state, number, 2)
+        assert not row.missing
+        assert {"cosine", "cosine_control"} <= set(row.metrics)
+        memories.append([run.clients.memory.before(k, number + 1, 0) for k in range(4)])
+        assert all(set(memory) == {"scaffold", "feedback"} for memory in memories[-1])
+        stack = stack_of(task, 0, 1, 2, 3, round_=number, memory=before)
+        x = method.released(stack, asked, asked.weights)
+        for place, name in enumerate(("update", "control")):
+            for k, memory in enumerate(memories[-1]):
+                added = before[k]["feedback"].lost[place] if before[k] else torch.zeros(8)
+                lost = memory["feedback"].lost[place]
+                sent = x[name][k] + added - lost
+                assert int((sent.abs() > 1e-6).sum()) <= 2, "of 8 numbers a quarter is sent"
+                assert lost.abs().max() > 0
+        for k, memory in enumerate(memories[-1]):
+            torch.testing.assert_close(memory["scaffold"].control, stack.kept["scaffold"][k].control)
+    first, second = (memory[0]["feedback"].lost[0] for memory in memories)
+    assert not torch.equal(first, second)
 
 
 def test_error_feedback_improves_top_k_on_the_digits():

@@ -9,14 +9,11 @@ import torch
 
 import fedveil as fv
 from codec_tools import digits, image_task, stack_of, trained
-from fedveil.codecs.fedage import Codes, FedAgeCodec, quantise
-from fedveil.codecs.raw import Update
+from fedveil.codecs.fedage import Codes, FedAgeCodec, Magnitude, Scaled, Send, quantise
 from fedveil.core import message
 from fedveil.core.clients import Clients, Letter
 from fedveil.core.message import Envelope
-from fedveil.links.agreed import Magnitude, Send
 from fedveil.links.down import Train
-from fedveil.methods.qfedavg import FairUpdate
 from fedveil.runs import recipe
 from fedveil.runs.cost import cost
 from toys import OtherProcess, Tamper, kept, linear_task
@@ -53,13 +50,18 @@ def test_rounding_gives_whole_numbers_from_0_to_s_and_cuts_what_is_above_n():
 # ---------------------------------------------------------------------------------------------------- codes
 
 
+def at(codec: FedAgeCodec, task: fv.Task, updates: torch.Tensor, seed: int) -> Scaled:
+    """The codec of a round whose scale is the largest number in the updates."""
+    return codec.at(task, Send(float(updates.abs().max()), codec.digest), fv.Seed.root(seed))
+
+
 @pytest.mark.parametrize("permute", [True, False])
 def test_a_code_that_loses_nothing_gives_the_mean_back(permute):
     task = image_task()
     updates = torch.randn(4, task.layout.size, generator=torch.Generator().manual_seed(0))
-    codec = replace(LOSSLESS, permute=permute).at(float(updates.abs().max()), fv.Seed.root(3))
+    codec = at(replace(LOSSLESS, permute=permute), task, updates, 3)
     payloads = codec.encode(task, updates, updates, [fv.Seed.root(k) for k in range(4)], None)
-    torch.testing.assert_close(codec.aggregator(task, payloads), updates.mean(0), atol=1e-3, rtol=0)
+    torch.testing.assert_close(codec.merge(task, payloads)[0], updates.mean(0), atol=1e-3, rtol=0)
     torch.testing.assert_close(codec.decode(task, updates, payloads), updates, atol=1e-3, rtol=0)
 
 
@@ -67,9 +69,9 @@ def test_the_decoded_mean_of_real_updates_is_near_their_mean():
     task = digits()
     updates = trained(stack_of(task, 0, 1, 2, 3, 4), DIGITS)
     for codec, least in ((LINEAR, 0.69), (SHIPPED, 0.66)):
-        tuned = codec.at(float(updates.abs().max()), fv.Seed.root(3))
+        tuned = at(codec, task, updates, 3)
         payloads = tuned.encode(task, updates, updates, [fv.Seed.root(k) for k in range(5)], None)
-        assert float(torch.cosine_similarity(tuned.aggregator(task, payloads), updates.mean(0), 0)) > least
+        assert float(torch.cosine_similarity(tuned.merge(task, payloads)[0], updates.mean(0), 0)) > least
 
 
 def test_over_shuffles_the_linear_code_is_unbiased_up_to_h_over_b():
@@ -79,8 +81,8 @@ def test_over_shuffles_the_linear_code_is_unbiased_up_to_h_over_b():
     codec = FedAgeCodec(block=8, width=0, levels=1 << 15)
     found = []
     for k in range(600):
-        tuned = codec.at(float(update.abs().max()), fv.Seed.root(k))
-        found.append(tuned.aggregator(task, tuned.encode(task, update, update, [fv.Seed.root(k)], None)))
+        tuned = at(codec, task, update, k)
+        found.append(tuned.merge(task, tuned.encode(task, update, update, [fv.Seed.root(k)], None))[0])
     means = torch.stack(found)
     error = means.std(0) / math.sqrt(len(means))
     assert float(((2 * means.mean(0) - update[0]) / (2 * error)).square().mean()) < 1.5
@@ -130,7 +132,7 @@ def test_a_client_that_drops_out_between_the_two_questions_is_left_out_of_the_me
         return Tamper(lambda _, replies: [r for r in replies if (r.client, message.envelope(r.frame)[0]) != (2, kind)])
 
     coded = final(replace(plain, up=LOSSLESS), task, engine=lose(Codes.kind))
-    expected = final(plain, task, engine=lose(FairUpdate.kind if plain.name == "q-fedavg" else Update.kind))
+    expected = final(plain, task, engine=lose(plain.parts.up.payloads.record.kind))
     assert all(list(row.missing) == ["2"] for row in coded.ledger.rows)
     torch.testing.assert_close(coded.weights, expected.weights, atol=2e-3, rtol=0)
     everybody = final(plain, task)
@@ -142,7 +144,7 @@ def test_the_scale_is_the_largest_change_of_any_client_times_a_factor_that_decay
     method = fv.FedAvg(fv.LocalTraining(lr=0.1, batch=100), up=replace(LOSSLESS, scale=0.5, decay=0.5))
     first, second, _ = final(method, task).ledger.rows
     stack = stack_of(task, 0, 1, 2, 3)
-    largest = float(method.update(stack, task.initial).abs().max())
+    largest = float(method.released(stack, Train(task.initial), task.initial)["update"].abs().max())
     assert first.metrics["scale"] == pytest.approx(0.5 * largest, rel=1e-5)
     assert second.metrics["scale"] < 0.5 * first.metrics["scale"]
     assert first.metrics["clipped"] > 0
@@ -215,7 +217,8 @@ def test_on_the_digits_it_ends_within_a_point_of_fedavg_with_or_without_drop_out
         (lambda: fv.FedAvg(up=replace(SHIPPED, permute=False), feedback=True), "set method.up.permute=true"),
         (lambda: fv.Zstd(inner=SHIPPED), "averaged as they are sent"),
         (lambda: fv.Tiers(strong=SHIPPED, weak=SHIPPED), "averaged and so are of one kind"),
-        (lambda: fv.QFedAvg(up=fv.Qsgd()), "q-fedavg takes raw, or fedage"),
+        (lambda: fv.Scaffold(up=SHIPPED), "scaffold sends 2 vectors .update, control., and fedage codes one"),
+        (lambda: fv.QFedAvg(up=SHIPPED, full_rounds=1), "q-fedavg sends fedage's codes in every round"),
         (lambda: FedAgeCodec(scale=0), "scale > 0"),
         (lambda: FedAgeCodec(code=100), "a pair needs"),
     ],
@@ -223,6 +226,16 @@ def test_on_the_digits_it_ends_within_a_point_of_fedavg_with_or_without_drop_out
 def test_what_makes_no_sense_is_a_configuration_error_with_its_reason(make, why):
     with pytest.raises(ValueError, match=why):
         make()
+
+
+def test_q_fedavg_takes_any_codec():
+    """Its weights h_k travel beside the payload, whatever that is."""
+    task = linear_task(records=60, uneven=True)
+    expected = final(fv.QFedAvg(LOCAL, q=2.0), task)
+    found = final(fv.QFedAvg(LOCAL, q=2.0, up=fv.Half()), task)
+    torch.testing.assert_close(found.weights, expected.weights, atol=2e-3, rtol=0)
+    rough = final(fv.QFedAvg(LOCAL, q=2.0, up=fv.Qsgd(bits=8)), task)
+    torch.testing.assert_close(rough.weights, expected.weights, atol=0.1, rtol=0)
 
 
 def test_a_pair_that_was_never_trained_is_said_before_anything_is_trained(tmp_path, monkeypatch):

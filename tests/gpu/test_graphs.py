@@ -86,7 +86,7 @@ def test_a_part_is_told_as_that(told: list[tuple[int, int]], clock: list[float])
     ("method", "total"),
     [
         (fv.FedAvg(local=fv.LocalTraining(epochs=3, batch=4)), 6),
-        (fv.Baffle(level="epoch", directions=2, local=fv.LocalTraining(epochs=3, batch=4)), 6),
+        (fv.BaffleEpochs(directions=2, local=fv.LocalTraining(epochs=3, batch=4)), 6),
         (fv.FedAvg(up=fv.TofuCodec(points=2, steps=5), local=fv.LocalTraining(steps=1)), 5),
     ],
 )

@@ -12,9 +12,11 @@ from fedveil.core import message
 from fedveil.core.message import Refused
 from fedveil.core.seeds import Seed
 from fedveil.engines import LocalEngine as Engine
-from fedveil.methods.baffle.baffle import BaffleState, Probe, Slopes, Walk, Walked
+from fedveil.links.down import Train
+from fedveil.methods.baffle.baffle import Probe, Slopes
 from fedveil.runs import recipe
 from fedveil.runs.cost import cost
+from fedveil.train.optimizers import Average
 from methods.baffle.probes import gradients, stack
 from toys import kept, linear_task
 
@@ -64,7 +66,7 @@ def test_a_round_at_the_batch_level_is_the_papers(seeds):
 def test_weak_clients_probe_fewer_directions_and_each_direction_has_the_mean_of_those_who_did():
     task = linear_task(uneven=True)
     method = fv.Baffle(weak=30, share=0.5, **PLAIN)
-    counts = [method.of(k) for k in range(4)]
+    counts = [method.count(k) for k in range(4)]
     assert set(counts) == {30, 100}
     key, sizes = key_of(1), task.clients.sizes
     z = Directions.of("gaussian", 8, 100).rows(np, np.array([key]), 0, 100)[0].astype(np.float64)
@@ -80,8 +82,8 @@ def test_weak_clients_probe_fewer_directions_and_each_direction_has_the_mean_of_
 def test_an_epoch_with_a_whole_basis_of_directions_is_fedavgs():
     local = fv.LocalTraining("adam", 0.05, epochs=2, batch=4, beta2=0.99, weight_decay=5e-4)
     for seeds in ("own", "shared"):
-        probed = fv.Baffle(
-            level="epoch", law="orthogonal", directions=8, scheme="central", sigma=1e-3, seeds=seeds, local=local,
+        probed = fv.BaffleEpochs(
+            law="orthogonal", directions=8, scheme="central", sigma=1e-3, seeds=seeds, local=local,
             clip=None, server=fv.ServerOptimizer(),
         )  # fmt: skip
         ours = fv.run(linear_task(uneven=True), probed, rounds=2, cohort=4)
@@ -91,9 +93,13 @@ def test_an_epoch_with_a_whole_basis_of_directions_is_fedavgs():
         assert ours.ledger.rows[0].passes == 16 * theirs.ledger.rows[0].passes
 
 
-@pytest.mark.parametrize("level", ["batch", "epoch"])
+LEVELS = pytest.mark.parametrize("level", [fv.Baffle, fv.BaffleEpochs], ids=["batch", "epoch"])
+
+
+@LEVELS
 def test_a_stack_answers_what_its_clients_would_alone(level):
-    method = fv.Baffle(level=level, seeds="own", directions=16, batch=3, **PLAIN)
+    batch = {"batch": 3} if level is fv.Baffle else {"local": dataclasses.replace(fv.BaffleEpochs().local, batch=3)}
+    method = level(seeds="own", directions=16, **batch, **PLAIN)
     one, all_ = (one_round(linear_task(uneven=True), method, engine=Engine(stack=stack, workers=1)) for stack in (1, 4))
     assert torch.allclose(one.weights, all_.weights, atol=1e-3)
     assert one.ledger.rows[0].passes == all_.ledger.rows[0].passes
@@ -117,22 +123,23 @@ def test_the_clip_scales_an_estimate_to_its_largest_entry():
 
 
 def test_the_moving_average_is_published_and_the_weights_themselves_trained():
-    method = fv.Baffle(directions=8, ema=0.995, **PLAIN)
-    plain = dataclasses.replace(method, ema=0.0)
+    averaging = dataclasses.replace(PLAIN["server"], ema=0.995)
+    plain = fv.Baffle(directions=8, **PLAIN)
+    method = dataclasses.replace(plain, server=averaging)
     live = [linear_task().initial, *(fv.run(linear_task(), plain, rounds=n, cohort=4).weights for n in (1, 2))]
     averaged = fv.run(linear_task(), method, rounds=2, cohort=4)
     first = 2 / 11 * live[0] + 9 / 11 * live[1]  # (1 + 1) / (10 + 1) is kept
     assert torch.allclose(averaged.weights, 3 / 12 * first + 9 / 12 * live[2], atol=1e-6)
-    late = BaffleState(torch.zeros(2), live=torch.zeros(2), steps=10**6)
-    assert torch.allclose(
-        method.published(late, fv.train.optimizers.ServerState(torch.ones(2))).weights, torch.tensor(0.005)
-    )
+    late = fv.State(torch.zeros(2)).put("average", Average(torch.zeros(2), 10**6))
+    published = averaging.published(late, fv.State(torch.ones(2)))
+    assert torch.allclose(published.weights, torch.tensor(0.005))
+    assert torch.equal(averaging.training(published).weights, torch.ones(2))
 
 
-@pytest.mark.parametrize("level", ["batch", "epoch"])
+@LEVELS
 def test_only_the_chosen_layers_are_trained(level):
     task = linear_task()
-    result = fv.run(task, fv.Baffle(level=level, layers=["b*"]), rounds=2, cohort=4)
+    result = fv.run(task, level(layers=["b*"]), rounds=2, cohort=4)
     assert torch.equal(result.weights[:6], task.initial[:6])
     assert not torch.equal(result.weights[6:], task.initial[6:])
 
@@ -140,12 +147,12 @@ def test_only_the_chosen_layers_are_trained(level):
 # ---------------------------------------------------------------------------------------------------- the secure sum
 
 
-@pytest.mark.parametrize("level", ["batch", "epoch"])
+@LEVELS
 def test_the_secure_sum_gives_the_round_that_answers_in_the_clear_give(level):
-    method = fv.Baffle(level=level, directions=16, **PLAIN)
+    method = level(directions=16, **PLAIN)
     clear = one_round(linear_task(uneven=True), method)
     summed = one_round(linear_task(uneven=True), dataclasses.replace(method, secure=fv.SecureSum(clip=16.0)))
-    assert torch.allclose(summed.weights, clear.weights, atol=2e-3 if level == "batch" else 1e-3)
+    assert torch.allclose(summed.weights, clear.weights, atol=2e-3 if level is fv.Baffle else 1e-3)
     assert not torch.equal(summed.weights, summed.task.initial)
 
 
@@ -163,7 +170,9 @@ def test_questions_that_are_summed_are_not_answered_in_the_clear():
     method = fv.Baffle(secure=fv.SecureSum(clip=16.0))
     assert Probe not in method.handlers
     assert Slopes.additive
-    assert Walked.additive
+    epochs = fv.BaffleEpochs(secure=fv.SecureSum())
+    assert Train not in epochs.handlers
+    assert epochs.parts.up.payloads.record.additive
 
 
 # ---------------------------------------------------------------------------------------------------- settings
@@ -172,16 +181,15 @@ def test_questions_that_are_summed_are_not_answered_in_the_clear():
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"level": "round"}, "method.level is 'round'; use batch or epoch"),
         ({"law": "cauchy"}, "method.law is 'cauchy'; use gaussian or rademacher or orthogonal"),
         ({"directions": 0}, "method.directions is at least 1"),
         ({"weak": 200}, "method.weak from 1 to that"),
         ({"sigma": 0.0}, "method.sigma and method.clip are above 0"),
         ({"weak": 0}, "method.weak from 1 to that"),
-        ({"ema": 1.0}, "method.ema is from 0 to below 1"),
-        ({"batch": 0}, "method.batch and method.memory are at least 1"),
-        ({"down": "replay", "seeds": "own"}, 'it needs level "batch" and seeds "shared"'),
-        ({"down": "replay", "level": "epoch"}, 'it needs level "batch" and seeds "shared"'),
+        ({"batch": 0}, "method.batch is 0; it is at least 1"),
+        ({"memory": 0}, "method.memory is at least 1"),
+        ({"down": "steps"}, "method.down is 'steps'; use weights or replay"),
+        ({"down": "replay", "seeds": "own"}, 'it needs seeds "shared"'),
         ({"secure": fv.SecureSum(), "seeds": "own"}, 'set method.seeds="shared" and leave method.weak out'),
         ({"secure": fv.SecureSum(), "weak": 3}, 'set method.seeds="shared" and leave method.weak out'),
     ],
@@ -189,14 +197,24 @@ def test_questions_that_are_summed_are_not_answered_in_the_clear():
 def test_settings_that_do_not_go_together_are_one_sentence(settings, sentence):
     with pytest.raises(ValueError, match=sentence.replace("(", r"\(")):
         fv.Baffle(**settings)
+    if not {"batch", "down", "secure"} & {*settings}:
+        with pytest.raises(ValueError, match=sentence):
+            fv.BaffleEpochs(**settings)
 
 
-@pytest.mark.parametrize("level", ["batch", "epoch"])
+def test_an_average_of_one_weight_only_is_refused():
+    with pytest.raises(ValueError, match=r"server.ema must be from 0 to below 1"):
+        fv.ServerOptimizer(ema=1.0)
+
+
+@LEVELS
 def test_a_client_does_no_more_work_than_the_recipe_says(level):
     task = linear_task()
-    kind = Probe if level == "batch" else Walk
+    if level is fv.BaffleEpochs:
+        assert Train.__struct_fields__ == ("weights",), "a question does not say how many directions"
+        return
     with pytest.raises(Refused, match="too large: 10000 directions are asked for, 100 are answered"):
-        fv.Baffle(level=level).handlers[kind](stack(task), kind(task.initial, 1, 10_000))
+        level().handlers[Probe](stack(task), Probe(task.initial, 1, 10_000))
 
 
 def test_a_layer_that_is_not_there_is_named():
@@ -209,28 +227,29 @@ SUMMED = {"secure": fv.SecureSum(clip=16.0)}
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"weak": 20}, {"down": "replay"}, {"level": "epoch"}, {"batch": 7}, SUMMED, {**SUMMED, "down": "replay"}],
+    [{}, {"weak": 20}, {"down": "replay"}, None, {"batch": 7}, SUMMED, {**SUMMED, "down": "replay"}],
 )
 def test_what_a_run_costs_is_known_before(settings):
+    """Of the batch level with these settings; None: of the epoch level."""
     plan = dataclasses.replace(
         recipe.read("digits/fedavg", ["split.clients=60"]),
-        method=fv.Baffle(directions=40, **settings),
+        method=fv.BaffleEpochs(directions=40) if settings is None else fv.Baffle(directions=40, **settings),
         rounds=3,
         cohort=fv.CohortSampler(size=5),
     )
     task = plan.build()
     told = cost(task, plan)
-    if settings == {"level": "epoch"}:
+    if settings is None:
         plan = dataclasses.replace(plan, method=dataclasses.replace(plan.method, directions=1))
     summary = fv.run(task, plan.method, rounds=3, cohort=plan.cohort).summary()
     assert told["up"]["total"] == summary["bytes_up"]
     assert told["down"]["total"] == summary["bytes_down"]
-    if "level" not in settings:
+    if settings is not None:
         assert told["passes"]["total"] == summary["passes"]
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_same_end(tmp_path):
-    method = fv.Baffle(directions=8, ema=0.9, down="replay")
+    method = fv.Baffle(directions=8, server=fv.ServerOptimizer("adam", 0.01, tau=1e-8, ema=0.9), down="replay")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     fv.run(linear_task(), method, rounds=4, cohort=3, folder=whole)
     fv.run(linear_task(), method, rounds=2, cohort=3, folder=parts)
@@ -260,9 +279,9 @@ def test_digits_are_learnt_under_the_secure_sum_with_drop_outs():
 def test_a_client_that_is_done_waits_for_larger_ones_unchanged():
     """In a stack of uneven clients a small one's later batches are empty."""
     task = linear_task(uneven=True)
-    method = fv.Baffle(level="epoch", directions=4, local=fv.LocalTraining(batch=2))
-    question = Walk(task.initial, 7, 4)
-    together = method.walk(stack(task), question)
+    method = fv.BaffleEpochs(directions=4, local=fv.LocalTraining(batch=2))
+    question = Train(task.initial)
+    together = method.handlers[Train](stack(task), question)
     for client, answer in enumerate(together):
-        (alone,) = method.walk(stack(task, (client,)), question)
+        (alone,) = method.handlers[Train](stack(task, (client,)), question)
         torch.testing.assert_close(answer.update, alone.update, atol=1e-5, rtol=1e-4)

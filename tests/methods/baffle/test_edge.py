@@ -163,7 +163,8 @@ HOSTILE = {
     "nothing": b"",
     "pickle": b"\x80\x04pickle" * 9,
     "another kind": GOOD[:3] + b"\x04" + GOOD[4:],
-    "another version": GOOD[:2] + b"\x02" + GOOD[3:],
+    "another kind in its high bytes": GOOD[:22] + b"\x00\x00" + GOOD[24:],
+    "another version": GOOD[:2] + b"\x01" + GOOD[3:],
     "cut off": GOOD[:-1],
     "trailing": GOOD + bytes(8),
     "a head of 2^32 bytes": GOOD[:24] + b"\xff" * 4 + GOOD[28:],
@@ -236,9 +237,8 @@ def test_layers_that_are_not_trained_are_part_of_the_model_and_can_have_8_bits(t
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"level": "epoch"}, "the edge client answers at the batch level"),
-        ({"down": "replay"}, "the edge client answers at the batch level"),
-        ({"secure": fv.SecureSum()}, "the edge client answers at the batch level"),
+        ({"down": "replay"}, "the edge client answers from full weights and in the clear"),
+        ({"secure": fv.SecureSum()}, "the edge client answers from full weights and in the clear"),
     ],
 )
 def test_what_an_edge_client_cannot_do_is_said(task, tmp_path, settings, sentence):

@@ -10,8 +10,9 @@ from fedveil import models
 from fedveil.codecs.directions import LAWS, Directions
 from fedveil.data import from_tensors
 from fedveil.gpu.products import product
+from fedveil.links.down import Train
 from fedveil.methods.baffle import baffle
-from fedveil.methods.baffle.baffle import Probe, Walk
+from fedveil.methods.baffle.baffle import Probe
 from fedveil.methods.baffle.memory import peak
 from fedveil.methods.baffle.probing import Prober, forward_only
 from methods.baffle.probes import gradients, linear_task, stack
@@ -139,15 +140,15 @@ def no_autograd(monkeypatch):
 @pytest.mark.parametrize(("level", "seeds"), [("batch", "shared"), ("batch", "own"), ("epoch", "own")])
 def test_nothing_on_a_clients_path_is_differentiated(level, seeds, inference, no_autograd_after_task):
     task = no_autograd_after_task
-    method = fv.Baffle(level=level, seeds=seeds, directions=4, layers=["weight"])
-    question = Probe(task.initial, 5, 4) if level == "batch" else Walk(task.initial, 5, 4)
+    method = (fv.Baffle if level == "batch" else fv.BaffleEpochs)(seeds=seeds, directions=4, layers=["weight"])
+    question = Probe(task.initial, 5, 4) if level == "batch" else Train(task.initial)
     with torch.inference_mode(inference):
         answers = method.handlers[type(question)](stack(task), question)
     assert len(answers) == 4
     made = [answer.slopes if level == "batch" else answer.update for answer in answers]
     assert not any(tensor.requires_grad for tensor in made)
     with pytest.raises(AssertionError, match="differentiated"):
-        method.local.train(stack(task), task.initial)
+        fv.LocalTraining().train(stack(task), task.initial)
 
 
 @pytest.fixture
