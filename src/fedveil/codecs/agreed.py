@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from msgspec.structs import replace
 from torch import Tensor
 
-from fedveil.codecs.base import Codec
+from fedveil.codecs.base import Codec, P
 from fedveil.core import message
 from fedveil.core.cohort import Cohort
 from fedveil.core.message import Answer, Question, Record, Shape
@@ -42,7 +42,7 @@ class SharedCode(Answer, frozen=True):
     share: Annotated[Tensor, Shape((1,), low=1e-9, high=1)]
 
 
-class AgreedCodec(Codec):
+class AgreedCodec(Codec[P]):
     """A codec of two exchanges. Clients make an offer, the server states what the cohort agrees on, clients send codes.
 
     offer:     a client's first answer, by default a vector. If offers add up, the server needs their mean only
@@ -80,18 +80,18 @@ class AgreedCodec(Codec):
         """The server: what the cohort agrees on, from the offers by client, or from their sum's mean alone."""
         raise NotImplementedError
 
-    def at(self, task: Task, agreed: Any, seed: Seed) -> Tuned:
+    def at(self, task: Task, agreed: Any, seed: Seed) -> Tuned[P]:
         """Both sides: the codec of this round. Raises `Refused` where the two sides would differ."""
         raise NotImplementedError
 
 
-class Tuned(Codec):
+class Tuned(Codec[P]):
     """A codec in code space in one round. Its codes do not depend on the weights `w`."""
 
-    def merge(self, task: Task, payloads: Sequence[Any]) -> tuple[Tensor, Record | None]:
+    def merge(self, task: Task, payloads: Sequence[P]) -> tuple[Tensor, Record | None]:
         """Return the mean of the vectors behind the payloads [d], and what the server keeps for the next round."""
         raise NotImplementedError
 
-    def weighed(self, payload: Any, share: Tensor) -> Any:
+    def weighed(self, payload: P, share: Tensor) -> P:
         """The payload with the weight [1] that was put on its vector."""
         return replace(payload, share=share)

@@ -6,9 +6,10 @@ A codec turns updates at weights `w` into payloads and payloads back into update
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from fedveil.core.forecast import Compute
 from fedveil.core.message import KINDS, Answer, Size
@@ -17,9 +18,11 @@ from fedveil.core.spelling import nearest
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 
+P = TypeVar("P", bound=Answer, default=Any)  # a codec's payload
 
-class Codec:
-    """A frozen dataclass of settings with `encode` and `decode`. One that states a `name` is entered in the `registry`.
+
+class Codec(Generic[P]):
+    """A frozen dataclass of settings with `encode` and `decode`, generic in its payload. One that states a `name` is entered in the `registry`.
 
     reference: what a down message is relative to. "last": the weights of the round before, so that everyone applies the
                decoded step and stays in step. "init": the initial weights, which everyone can draw.
@@ -64,20 +67,20 @@ class Codec:
         """What encoding one update takes of a client."""
         return Compute()
 
-    def check(self, task: Task, payload: Any) -> None:
+    def check(self, task: Task, payload: P) -> None:
         """Raise `Refused` for a payload that fits its schema and still cannot be decoded."""
 
-    def exhibit(self, payload: Any) -> tuple[str, Tensor, Tensor] | None:
+    def exhibit(self, payload: P) -> tuple[str, Tensor, Tensor] | None:
         """What a payload holds that can be looked at: a name, images [N, channels, height, width], labels [N, K]."""
         return None
 
     def encode(
         self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], stack: ClientStack | None
-    ) -> list[Any]:
+    ) -> list[P]:
         """Updates [C, d] at `w` [C, d] -> C payloads. `stack` is None on the server, which has no data of its own."""
         raise NotImplementedError
 
-    def decode(self, task: Task, w: Tensor, payloads: Sequence[Any]) -> Tensor:
+    def decode(self, task: Task, w: Tensor, payloads: Sequence[P]) -> Tensor:
         """C payloads at `w` [C, d] -> updates [C, d]."""
         raise NotImplementedError
 

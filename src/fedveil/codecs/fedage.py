@@ -61,7 +61,7 @@ def quantise(x: Tensor, n: float, levels: int, draw: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FedAgeCodec(AgreedCodec):
+class FedAgeCodec(AgreedCodec[Codes]):
     """Codes of a pair (E, D) with D(mean of codes) ≈ mean of updates; the server decodes the mean alone.
 
     block, code, levels: b numbers become h (half of b where left out), after rounding to whole ones from 0 to s
@@ -147,7 +147,7 @@ class FedAgeCodec(AgreedCodec):
 
 
 @dataclass(frozen=True)
-class Scaled(Tuned):
+class Scaled(Tuned[Codes]):
     """FedAGE in one round: n is agreed and the shuffle is drawn."""
 
     payload: ClassVar[type[Answer]] = Codes

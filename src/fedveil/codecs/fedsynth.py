@@ -38,7 +38,7 @@ class Synthetic(Answer, frozen=True):
 
 
 @dataclass(frozen=True)
-class FedSynthCodec(Codec):
+class FedSynthCodec(Codec[Synthetic]):
     """Encode an update into synthetic batches that, trained on, reproduce it (algorithms 2 and 3).
 
     batches, batch, epochs: M = batches × epochs unrolled steps; a batch is used once an epoch and sent once

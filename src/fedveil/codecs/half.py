@@ -28,7 +28,7 @@ class HalfUpdate(Answer, frozen=True):
 
 
 @dataclass(frozen=True)
-class Half(Codec):
+class Half(Codec[HalfUpdate]):
     """Round every number to 16 bits: 1/2 of the bytes."""
 
     name: ClassVar[str] = "half"

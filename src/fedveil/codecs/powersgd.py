@@ -20,7 +20,7 @@ from fedveil.core.task import Task
 
 
 @dataclass(frozen=True)
-class PowerSgd(AgreedCodec):
+class PowerSgd(AgreedCodec[SharedCode]):
     """A rank-r factorization of each layer [outputs, rest] by one power iteration a round. Use it with `feedback`.
 
     Clients send P = M Q, get orthonormal columns P̂ of the mean, and send Mᵀ P̂. The mean update is P̂ (mean Mᵀ P̂)ᵀ, and
@@ -75,12 +75,12 @@ class PowerSgd(AgreedCodec):
             self.orthonormal(cohort.task, schema.stack(list(offers.values()), "vector").mean(0), left=True)
         )
 
-    def at(self, task: Task, agreed: Agreement, seed: Seed) -> Tuned:
+    def at(self, task: Task, agreed: Agreement, seed: Seed) -> Tuned[SharedCode]:
         return Projected(self, self.factors(task, agreed.vector.to(task.device), left=True))
 
 
 @dataclass(frozen=True)
-class Projected(Tuned):
+class Projected(Tuned[SharedCode]):
     """PowerSGD in one round: the left factors [n, r] of each matrix are agreed."""
 
     of_run: PowerSgd

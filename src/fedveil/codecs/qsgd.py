@@ -27,7 +27,7 @@ class Quantised(Answer, frozen=True):
 
 
 @dataclass(frozen=True)
-class Qsgd(Codec):
+class Qsgd(Codec[Quantised]):
     """Stochastic rounding to 2^bits - 1 levels from -max to max of a bucket (Alistarh et al. 2017, max-norm variant).
 
     Unbiased: the expected decoded update is the update.

@@ -27,7 +27,7 @@ class Update(Answer, frozen=True):
 
 
 @dataclass(frozen=True)
-class Raw(Codec):
+class Raw(Codec[Update]):
     """The update as it is, in float32."""
 
     name: ClassVar[str] = "raw"

@@ -35,7 +35,7 @@ class Proxies(Answer, frozen=True):
 
 
 @dataclass(frozen=True)
-class TofuCodec(Codec):
+class TofuCodec(Codec[Proxies]):
     """Encode an update into the gradient of a few proxy points (section 3.2).
 
     channels, shrink: the paper's priors (section 3.4): fewer channels are replicated, smaller images upsampled

@@ -27,7 +27,7 @@ class Sparse(Answer, frozen=True):
 
 
 @dataclass(frozen=True)
-class TopK(Codec):
+class TopK(Codec[Sparse]):
     """Send the largest entries and drop the rest; biased, so use it with error feedback (Stich et al. 2018)."""
 
     name: ClassVar[str] = "top-k"

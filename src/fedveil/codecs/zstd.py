@@ -27,7 +27,7 @@ class Squeezed(Answer, Container, frozen=True):
 
 
 @dataclass(frozen=True)
-class Zstd(Codec):
+class Zstd(Codec[Squeezed]):
     """Zstandard on another codec's payload. Its size varies, so what `cost` says of it is an upper bound."""
 
     name: ClassVar[str] = "zstd"

@@ -98,7 +98,7 @@ class Method(Exchange):
     def init_state(self, task: Task) -> State:
         raise NotImplementedError
 
-    def round(self, state: Any, cohort: Cohort) -> State:
+    def round(self, state: State, cohort: Cohort) -> State:
         raise NotImplementedError
 
     def forecast_messages(self, task: Task, turn: Turn) -> list[Question]:
