@@ -1,11 +1,16 @@
 """--import brings somebody's own method to every command, and a run folder remembers it."""
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import fedveil
+from shell import fv, good
 
 METHOD = '''
 """A method of somebody's own."""
@@ -50,42 +55,58 @@ factor = 2.0
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "mymethod.py").write_text(METHOD)
     (tmp_path / "mine.toml").write_text(RECIPE)
-    return tmp_path
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("mymethod", None)
+    fedveil.METHODS.pop("mine", None)
 
 
-def fedveil(home: Path, *args: str, code: int = 0) -> str:
-    """The real command line in a folder."""
-    command = [sys.executable, "-P", "-m", "fedveil", *args]  # -P: the current directory is not on the path by itself
-    done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=120)
+def command(home: Path, *args: str, code: int = 0) -> str:
+    """The real command line in a folder, in a process of its own."""
+    line = [sys.executable, "-P", "-m", "fedveil", *args]  # -P: the current directory is not on the path by itself
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(line, cwd=home, env=alone, capture_output=True, text=True, timeout=300)
     assert done.returncode == code, done.stderr
     return done.stdout if code == 0 else done.stderr
 
 
 def test_a_run_of_ones_own_method_is_resumed_and_reported(home: Path) -> None:
-    assert "fedveil: there is no method 'mine'" in fedveil(home, "run", "mine.toml", "--out", "out", code=2)
-    fedveil(home, "run", "mine.toml", "--import", "mymethod", "--out", "out")
+    command(home, "run", "mine.toml", "--import", "mymethod", "--out", "out")
     assert json.loads((home / "out" / "environment.json").read_text())["imports"] == ["mymethod"]
-    again = json.loads(fedveil(home, "resume", "out", "--rounds", "2", "--format", "json"))
+    again = json.loads(command(home, "resume", "out", "--rounds", "2", "--format", "json"))
     assert (again["method"], again["rounds"]) == ("mine", 2)
-    fedveil(home, "report", "out", "-o", "page.html")
+    good("report", "out", "-o", "page.html")
     assert "mymethod" in (home / "page.html").read_text()
-    (elsewhere := home / "elsewhere").mkdir()
-    told = fedveil(elsewhere, "resume", "../out", "--rounds", "3", code=2)
-    assert "there is no module 'mymethod', neither installed nor in" in told
+
+
+def test_a_run_whose_module_is_elsewhere_is_told(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good("run", "mine.toml", "--import", "mymethod", "--out", "out")
+    sys.modules.pop("mymethod")
+    sys.path.remove(str(home))
+    (home / "elsewhere").mkdir()
+    monkeypatch.chdir(home / "elsewhere")
+    assert "there is no module 'mymethod', neither installed nor in" in fv("resume", "../out", "--rounds", "3").stderr
+
+
+def test_a_method_is_unknown_until_its_module_is_imported(home: Path) -> None:
+    assert "fedveil: there is no method 'mine'" in fv("cost", "mine.toml").stderr
+    assert fv("cost", "mine.toml", "--import", "my-method").stderr.startswith("fedveil: --import takes the name of a")
 
 
 @pytest.mark.parametrize(
-    ("command", "found"),
+    ("line", "found"),
     [
-        (["--import", "mymethod", "list", "methods"], "mine"),
-        (["list", "--import=mymethod", "methods"], "mine"),
-        (["describe", "mine", "--import", "mymethod"], "method.factor"),
-        (["cost", "mine.toml", "--import", "mymethod", "--import", "json"], "mine"),
+        ("--import mymethod list methods", "mine"),
+        ("list --import=mymethod methods", "mine"),
+        ("describe mine --import mymethod", "method.factor"),
+        ("cost mine.toml --import mymethod --import json", "mine"),
+        ("run --help", "--import MODULE"),
+        ("deploy --help", "--import MODULE"),
     ],
-    ids=" ".join,
 )
-def test_every_command_takes_it(home: Path, command: list[str], found: str) -> None:
-    assert found in fedveil(home, *command)
+def test_every_command_takes_it(home: Path, line: str, found: str) -> None:
+    assert found in good(*line.split())
