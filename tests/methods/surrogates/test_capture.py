@@ -12,6 +12,7 @@ import fedveil as fv
 from fedveil.core import task as task_module
 from fedveil.core.seeds import Seed
 from fedveil.gpu import graphs, windows
+from fedveil.gpu.context import using
 from fedveil.gpu.graphs import Loop, compiled
 from fedveil.gpu.products import Products
 from fedveil.gpu.windows import _Windows
@@ -202,9 +203,9 @@ def test_pieces_of_one_size_have_the_same_private_gradient(monkeypatch):
     )
     monkeypatch.setattr(dpsgd, "PIECE", 3)
     for on in (False, True):
-        monkeypatch.setattr(graphs, "COMPILED", on)
         monkeypatch.setattr(task, "_fused", {})
-        gradient = how.gradients(stack_of(task), weights, 8, [(2, [Seed.root(k) for k in range(2)])])
-        found.append(torch.stack([gradient(), gradient()]))
+        with using(compile=on):
+            gradient = how.gradients(stack_of(task), weights, 8, [(2, [Seed.root(k) for k in range(2)])])
+            found.append(torch.stack([gradient(), gradient()]))
     assert set(seen[2:]) == {3}
     assert torch.allclose(*found, atol=1e-6)

@@ -12,7 +12,7 @@ from torch import nn
 import fedveil as fv
 from fedveil.core import message
 from fedveil.core.clients import Clients, Letter
-from fedveil.core.message import Envelope, Refused
+from fedveil.core.message import Envelope, Refused, Slots
 from fedveil.data import from_tensors
 from fedveil.engines import LocalEngine as Engine
 from fedveil.methods.surrogates import base
@@ -91,10 +91,11 @@ def test_what_images_start_from():
     labels = torch.tensor([[0, 0, 1, 1]])
 
     def started(init, memory=None, round_=1):
-        return FedLap(**SMALL, init=init).start(stack_of(task, (0,), round_, memory and [memory]), labels)
+        held = [Slots({"surrogates": memory} if memory else {})]
+        return FedLap(**SMALL, init=init).start(stack_of(task, (0,), round_, held), labels)
 
     (answer,) = FedLap(**SMALL).distil(stack := stack_of(task, (0,)), Distil(task.initial, 4))
-    (last,) = stack.kept
+    (last,) = stack.kept["surrogates"]
     assert torch.equal(started("previous", last)[0], answer.images)
     assert torch.equal(started("previous"), started("noise"))
     assert torch.equal(started("noise", last), started("noise"))

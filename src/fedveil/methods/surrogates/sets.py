@@ -55,7 +55,7 @@ class Distil(Question, frozen=True):
         return {"points": self.points}
 
 
-SLOT = "surrogates"  # of a client\'s memory
+SLOT = "surrogates"  # of a client's memory
 
 
 @message.kind
