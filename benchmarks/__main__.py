@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import encoding, fedage, federation, flower, messages, probes, secagg, surrogates
-from fedveil.gpu import graphs
+from fedveil.gpu.context import using
 from fedveil.runs.fingerprint import environment
 
 BENCHMARKS: dict[str, Callable[[], dict[str, float]]] = {
@@ -43,10 +43,10 @@ def main() -> None:
         parser.error(f"there is no folder {chosen.out.parent} to write {chosen.out.name} into")
     command = f"python -m benchmarks {' '.join(chosen.names)}".strip()
     where, results = environment(), {}
-    graphs.announcer = lambda what: print(f"  {what}", file=sys.stderr, flush=True)
     for name in chosen.names or BENCHMARKS:
         print(f"{name}: {(BENCHMARKS[name].__doc__ or '').splitlines()[0]}", flush=True)
-        results[name] = BENCHMARKS[name]()
+        with using(announcer=lambda what: print(f"  {what}", file=sys.stderr, flush=True)):
+            results[name] = BENCHMARKS[name]()
         for key, value in results[name].items():
             print(f"  {key:<42} {value:.4g}", flush=True)
         if chosen.out:  # after each, so that what was found is kept

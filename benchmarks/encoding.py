@@ -12,7 +12,7 @@ from fedveil import models
 from fedveil.codecs.fedsynth import FedSynthCodec
 from fedveil.core.stack import ClientStack
 from fedveil.data import from_tensors
-from fedveil.gpu import graphs
+from fedveil.gpu.context import using
 
 
 def fedsynth() -> dict[str, float]:
@@ -32,10 +32,9 @@ def fedsynth() -> dict[str, float]:
     try:
         together = _seconds(codec, task, updates, range(10))
         one = replace(codec, fits=8) if gpu else codec
-        graphs.ENABLED = False
-        alone = sum(_seconds(one, task, updates[k : k + 1], [k]) for k in range(2)) * 5 * codec.fits / one.fits
+        with using(capture=False):
+            alone = sum(_seconds(one, task, updates[k : k + 1], [k]) for k in range(2)) * 5 * codec.fits / one.fits
     finally:
-        graphs.ENABLED = True
         torch.set_num_threads(threads)
     return {
         "weights": task.layout.size,

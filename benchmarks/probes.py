@@ -13,7 +13,7 @@ from benchmarks.clock import in_turns
 from fedveil import models
 from fedveil.codecs.directions import LAWS, Directions
 from fedveil.data import from_tensors
-from fedveil.gpu import forward
+from fedveil.gpu.context import using
 from fedveil.gpu.graphs import one_thread
 from fedveil.methods.baffle.memory import peak
 from fedveil.methods.baffle.probing import Prober, forward_only
@@ -55,11 +55,8 @@ def _passes(name: str, precision: torch.dtype) -> dict[str, float]:
         _wait(task)
 
     def products() -> None:
-        forward.ENABLED = False
-        try:
+        with using(kernels=False):
             probing()
-        finally:
-            forward.ENABLED = True
 
     records, named = clients * BATCH * (count + 1), f"{name}, {str(precision).removeprefix('torch.')}"
     with one_thread():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +16,7 @@ from benchmarks.clock import in_turns
 from fedveil import models
 from fedveil.core.stack import ClientStack
 from fedveil.data import from_tensors
-from fedveil.gpu import graphs
+from fedveil.gpu.context import using
 from fedveil.gpu.graphs import one_thread
 from fedveil.methods.surrogates.fedlap import FedLap
 from fedveil.methods.surrogates.sets import Distil
@@ -45,26 +43,15 @@ def _fedlap(images: int) -> dict[str, float]:
     with one_thread():
         taken = {"one stack": _seconds(method, task, [tuple(range(CLIENTS))])}
         if gpu:
-            with _set("COMPILED", True):
+            with using(compile=True):
                 taken["one stack, compiled"] = _seconds(method, task, [tuple(range(CLIENTS))])
-        with _set("ENABLED", False):
+        with using(capture=False):
             alone = _seconds(method, task, [(k,) for k in range(CLIENTS)])
     figures = {"weights": float(task.layout.size), "one after another: seconds": alone}
     for name, seconds in taken.items():
         figures[f"{name}: seconds"] = seconds
         figures[f"one after another / {name}"] = alone / seconds
     return figures
-
-
-@contextmanager
-def _set(switch: str, value: bool) -> Iterator[None]:
-    """One of the switches in graphs.py, for a while."""
-    before = getattr(graphs, switch)
-    setattr(graphs, switch, value)
-    try:
-        yield
-    finally:
-        setattr(graphs, switch, before)
 
 
 def _seconds(method: FedLap, task: fv.Task, stacks: list[tuple[int, ...]]) -> float:

@@ -26,7 +26,7 @@ from fedveil.codecs.raw import Update
 from fedveil.core import message
 from fedveil.core.ledger import Ledger
 from fedveil.core.message import Envelope
-from fedveil.gpu import graphs
+from fedveil.gpu.context import current
 from fedveil.runs import recipe
 from fedveil.runs.checkpoint import read_checkpoint
 from fedveil.runs.folder import RunFolder
@@ -407,7 +407,7 @@ def test_a_long_round_tells_how_far_its_clients_are(monkeypatch: pytest.MonkeyPa
     told = re.findall(r"^round 0/1  step (\d+)/(\d+)$", result.stderr, re.M)
     assert list(dict.fromkeys(total for _, total in told)) == ["18", "120"]  # an epoch, then the fit
     assert ("1", "120") in told
-    assert graphs.observer is None
+    assert current().observer is None
 
 
 def test_a_private_round_tells_what_it_spent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from fedveil.cli import progress
 from fedveil.cli.progress import LINE_EVERY, LONG, Watch
 from fedveil.core.ledger import Ledger, Row
 from fedveil.gpu import graphs
+from fedveil.gpu.context import current, using
 
 
 @pytest.fixture
@@ -45,14 +46,15 @@ def test_a_line_has_what_was_measured_last_and_what_is_left(
 
 def test_steps_are_told_of_long_rounds_only(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with Watch(2, Ledger()):
-        assert graphs.observer
+        observer = current().observer
+        assert observer
         clock[0] += LONG - 0.1
-        graphs.observer(1, 9)
+        observer(1, 9)
         clock[0] += 0.2
-        graphs.observer(2, 9)
-        graphs.observer(3, 9)
+        observer(2, 9)
+        observer(3, 9)
     assert capsys.readouterr().err.splitlines() == ["round 0/2  step 2/9"]
-    assert graphs.observer is None
+    assert current().observer is None
 
 
 def test_what_takes_long_and_has_no_steps_is_announced_at_once(
@@ -60,11 +62,10 @@ def test_what_takes_long_and_has_no_steps_is_announced_at_once(
 ) -> None:
     """Each program of a step when it is made, once for each set of shapes, and of two sets at most."""
     monkeypatch.setattr(graphs, "PROGRAMS", 2)
-    monkeypatch.setattr(graphs, "COMPILED", True)
     monkeypatch.setattr(graphs, "compiled", lambda function, *tensors: function)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     fused = graphs.Fused("gradient", lambda x: (x,))
-    with Watch(2, Ledger()) as watch:
+    with Watch(2, Ledger()) as watch, using(compile=True):
         watch(row(1))
         for size in (1, 1, 2, 3, 2):
             assert fused(torch.ones(size))[0].shape == (size,)

@@ -8,7 +8,7 @@ import fedveil as fv
 from fedveil.cli.jobs import Job, Where
 from fedveil.engines import LocalEngine
 from fedveil.engines.local import LARGE, ClientFailure
-from fedveil.gpu import graphs
+from fedveil.gpu.context import current
 from fedveil.runs import recipe
 from toys import linear_task
 
@@ -89,7 +89,7 @@ def test_steps_are_compiled_where_a_run_asks_for_it_and_nowhere_after_it(tmp_pat
 
     class Asked(fv.FedAvg):
         def released(self, stack, question, w, parts=None):
-            seen.append(graphs.COMPILED)
+            seen.append(current().compile)
             return super().released(stack, question, w, parts)
 
     for compile in (True, False):

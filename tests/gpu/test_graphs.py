@@ -1,8 +1,9 @@
 """Steps repeated, and told to an observer without holding them up."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fedveil as fv
 from fedveil.gpu import graphs
+from fedveil.gpu.context import current, using
 from fedveil.gpu.graphs import repeat
 from toys import linear_task
 
@@ -18,10 +20,10 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def told() -> Iterator[list[tuple[int, int]]]:
     seen: list[tuple[int, int]] = []
-    monkeypatch.setattr(graphs, "observer", lambda *step: seen.append(step))
-    return seen
+    with using(observer=lambda *step: seen.append(step)):
+        yield seen
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def steps(clock: list[float], seconds: float, times: int, part: tuple[int, int] 
 
 
 def test_without_an_observer_steps_are_taken_and_nothing_else() -> None:
-    assert graphs.observer is None
+    assert current().observer is None
     cursor = torch.zeros(1)
     repeat(lambda: cursor.add_(1), 7, CPU)
     assert cursor == 7
@@ -65,16 +67,16 @@ def test_a_gpu_is_waited_for_where_it_is_told_and_nowhere_else(
         def synchronize(self) -> None:
             waits.append(len(told))
 
-    monkeypatch.setattr(graphs, "ENABLED", False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    repeat(lambda: None, 15, torch.device("cuda"))
-    assert waits == []
-    repeat(lambda: None, 1000, torch.device("cuda"))
-    assert told == [(16 * (2**n - 1), 1000) for n in range(1, 6)]
-    assert waits == list(range(5))
-    monkeypatch.setattr(graphs, "observer", None)
-    repeat(lambda: None, 1000, torch.device("cuda"))
-    assert len(waits) == 5
+    with using(capture=False):
+        repeat(lambda: None, 15, torch.device("cuda"))
+        assert waits == []
+        repeat(lambda: None, 1000, torch.device("cuda"))
+        assert told == [(16 * (2**n - 1), 1000) for n in range(1, 6)]
+        assert waits == list(range(5))
+        with using(observer=None):
+            repeat(lambda: None, 1000, torch.device("cuda"))
+        assert len(waits) == 5
 
 
 def test_a_part_is_told_as_that(told: list[tuple[int, int]], clock: list[float]) -> None:
@@ -107,7 +109,7 @@ def test_threads_tell_the_same_observer(told: list[tuple[int, int]]) -> None:
         repeat(lambda: None, 3, CPU, (0, own))
 
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(10, 14)))
+        list(pool.map(lambda context, own: context.run(work, own), [copy_context() for _ in range(4)], range(10, 14)))
     assert {of for _, of in told} == {10, 11, 12, 13}
 
 

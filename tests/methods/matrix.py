@@ -163,7 +163,7 @@ def tables() -> str:
             table("method", by_option),
             "## Codecs and options\n\nWith `fedavg`.",
             table("codec", codecs),
-            "## Reasons\n\nEach is the error of the first cell with this number; others name their own method and codec.",
+            "## Reasons\n\nEach is the error of the first cell with this number. Other cells name their own parts.",
             sentences,
         ]
     )

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fedveil as fv
 from fedveil import models
 from fedveil.data import from_tensors
-from fedveil.gpu import graphs
+from fedveil.gpu.context import using
 from fedveil.privacy.dpsgd import clipped_sum
 
 CLIP = 0.37
@@ -80,11 +80,8 @@ def measured(device: str) -> dict[str, float]:
     torch.set_float32_matmul_precision("high")  # as the engine has it
     figures = {"a convolutional network": largest(images(device)), "4 million weights": largest(long(device), 2)}
     if device == "cuda":
-        before, graphs.COMPILED = graphs.COMPILED, True
-        try:
+        with using(compile=True):
             figures["a convolutional network, compiled"] = largest(images(device))
-        finally:
-            graphs.COMPILED = before
     return figures
 
 

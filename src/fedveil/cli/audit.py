@@ -1,4 +1,4 @@
-"""`fedveil audit`: what a finished run gives away of its records."""
+"""`fedveil audit`: attacks on a finished run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedveil.cli.progress import LINE_EVERY
 from fedveil.cli.shell import err, out, say
 from fedveil.core.seeds import Seed
 from fedveil.core.setup import private_root
-from fedveil.gpu import graphs
+from fedveil.gpu.context import using
 from fedveil.runs.checkpoint import Saved
 
 if TYPE_CHECKING:
@@ -35,16 +35,16 @@ BROKEN = 1
 
 def audit(
     path: Annotated[Path, argument("DIR")],
-    records: Annotated[int, option("--records", "N", "Members attacked, at most; by default 10000.")] = 10_000,
-    canaries: Annotated[int, option("--canaries", "M", "Canaries in private gradients; by default 4000.")] = 4000,
-    answers: Annotated[int, option("--answers", "N", "Answers of a client they are in; by default 1.")] = 1,
+    records: Annotated[int, option("--records", "N", "Maximum number of members; default: 10000.")] = 10_000,
+    canaries: Annotated[int, option("--canaries", "M", "Canaries in private gradients; default: 4000.")] = 4000,
+    answers: Annotated[int, option("--answers", "N", "Answers with canaries; default: 1.")] = 1,
     format: Shown = Format.table,
 ) -> None:
-    """Attack the run in DIR: who was trained on, and does its ε hold?
+    """Attack the run in DIR: infer membership and test its ε.
 
-    Membership is inferred from the last weights. Of a recipe with method.privacy a client also answers once more, with
-    canaries among its records; where clients noise a secure sum, noised sums of two updates are told apart. A promise
-    that a lower bound contradicts is exit code 1. The figures go to audit.json and figures/audit.svg in DIR.
+    The attack infers membership from the last weights. With method.privacy, it also adds canaries to a client's records
+    and looks for them in its answers. With noise inside a secure sum, it tries to tell noised sums of two updates apart.
+    The exit code is 1 if a result contradicts ε. The figures go to audit.json and figures/audit.svg in DIR.
 
     Example: fedveil audit runs/demo/digits-fedavg
     """
@@ -134,12 +134,8 @@ def _progress() -> Iterator[Callable[[str], object]]:
     def step(done: int, total: int) -> None:
         tell(f"{doing.partition('  ')[0]}  step {done}/{total}")
 
-    with err.status("", spinner="dots") as line:
-        graphs.observer = step
-        try:
-            yield tell
-        finally:
-            graphs.observer = None
+    with err.status("", spinner="dots") as line, using(observer=step):
+        yield tell
 
 
 def _show(found: Audit) -> None:

@@ -96,9 +96,9 @@ def run(
     insecure_test_noise: Noise = False,
     format: Shown = Format.table,
 ) -> None:
-    """Train as RECIPE says: a built-in name or a TOML file.
+    """Train a recipe: a built-in name or a TOML file.
 
-    Ctrl-C stops after the round, and 'fedveil resume' goes on.
+    Ctrl-C stops after the current round; 'fedveil resume' continues the run.
 
     Example: fedveil run digits/fedavg --set rounds=5 --set method.local.lr=0.1
     """
@@ -114,7 +114,7 @@ def run(
 @app.command()
 def resume(
     path: Annotated[Path, argument("DIR")],
-    rounds: Annotated[int | None, option("--rounds", "N", "Go on to N rounds in all.")] = None,
+    rounds: Annotated[int | None, option("--rounds", "N", "Total number of rounds.")] = None,
     format: Shown = Format.table,
 ) -> None:
     """Continue the run in DIR, or extend a finished one.
@@ -241,9 +241,9 @@ def cost(
     fetch: Fetch = False,
     format: Shown = Format.table,
 ) -> None:
-    """Say what RECIPE will cost, before anything is trained.
+    """Forecast the cost of RECIPE without training.
 
-    Bytes are those of the messages to come, exact if every client answers.
+    The bytes are exact if every client answers.
 
     Example: fedveil cost digits/tofu --set method.up.points=16
     """
@@ -258,9 +258,9 @@ def cost(
 @app.command()
 def report(
     folders: Annotated[list[Path], argument("DIR...")],
-    file: Annotated[Path | None, option("-o", "FILE", "By default report.html in the first DIR.")] = None,
+    file: Annotated[Path | None, option("-o", "FILE", "Output file; default: report.html in the first DIR.")] = None,
 ) -> None:
-    """Write one HTML page about the runs in some folders.
+    """Write an HTML report about one or more runs.
 
     Example: fedveil report runs/demo/digits-fedavg runs/demo/digits-scaffold
     """

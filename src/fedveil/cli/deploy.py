@@ -1,4 +1,4 @@
-"""`fedveil deploy`: write a deployment on Flower, rehearse it on this machine, and say who takes part."""
+"""`fedveil deploy`: write a deployment on Flower, rehearse it, and manage its clients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedveil.runs import recipe
 if TYPE_CHECKING:
     from fedveil.engines.claims import Seat
 
-Superlink = Annotated[str | None, option("--superlink", "NAME", "The connection, as in Flower's config.toml.")]
+Superlink = Annotated[str | None, option("--superlink", "NAME", "Connection name in Flower's config.toml.")]
 
 deploy = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Write and rehearse a deployment on Flower.")
 
@@ -30,9 +30,9 @@ deploy = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Write an
 @deploy.command()
 def init(
     folder: Annotated[Path, argument("DIR")],
-    source: Annotated[str, option("--recipe", "RECIPE", "What to deploy; by default digits/fedavg.")] = "digits/fedavg",
+    source: Annotated[str, option("--recipe", "RECIPE", "Recipe to deploy; default: digits/fedavg.")] = "digits/fedavg",
     changes: Sets = None,
-    clients: Annotated[int, option("--clients", "N", "How many clients there are; by default 3.")] = 3,
+    clients: Annotated[int, option("--clients", "N", "Number of clients; default: 3.")] = 3,
 ) -> None:
     """Write a Flower app, certificates, node keys and an nginx configuration to DIR.
 
@@ -49,13 +49,13 @@ def init(
 @deploy.command()
 def rehearse(
     folder: Annotated[Path, argument("DIR")],
-    rounds: Annotated[int | None, option("--rounds", "N", "Go on to N rounds in all.")] = None,
+    rounds: Annotated[int | None, option("--rounds", "N", "Total number of rounds.")] = None,
     nodes: Annotated[int | None, option("--nodes", "N", "Start only the first N clients.")] = None,
     format: Shown = Format.table,
 ) -> None:
-    """Run the deployment in DIR on this machine, as it runs in earnest.
+    """Run the deployment in DIR on this machine.
 
-    A server and a process for every client, over TLS, each client known by its key. A run that was stopped goes on.
+    Start a server and one process per client, over TLS, with a key for each client. A stopped run continues.
 
     Example: fedveil deploy rehearse federation --rounds 5
     """
@@ -86,9 +86,9 @@ def add(
     superlink: Superlink = None,
     format: Shown = Format.table,
 ) -> None:
-    """Register a key, and make it client number CLIENT, from 0.
+    """Register a key as client number CLIENT, from 0.
 
-    From then on no other key is that client. Without --key and --superlink, make new keys for the rehearsal.
+    No other key is then accepted for this client. Without --key and --superlink, make new keys for the rehearsal.
 
     Example: fedveil deploy add federation 0 --key client-0.pub --superlink ours
     """
@@ -104,7 +104,7 @@ def remove(
     superlink: Superlink = None,
     format: Shown = Format.table,
 ) -> None:
-    """Unregister client CLIENT; its number is nobody's until another key is added.
+    """Unregister client CLIENT; its number is free until another key is added.
 
     Without --superlink, delete its keys of the rehearsal.
 
@@ -124,7 +124,7 @@ def revoke(
 ) -> None:
     """Unregister the key of client CLIENT, and never accept it again.
 
-    The client comes back with a new key and 'fedveil deploy add'. Without --superlink, delete its key of the rehearsal.
+    To add the client again, use a new key and 'fedveil deploy add'. Without --superlink, delete its rehearsal key.
 
     Example: fedveil deploy revoke federation 0 --superlink ours
     """
@@ -135,7 +135,7 @@ def revoke(
 
 @deploy.command()
 def proxy(folder: Annotated[Path, argument("DIR")]) -> None:
-    """Write DIR/nginx.conf again, after a change of the recipe: its limit on what a client may send follows from it.
+    """Write DIR/nginx.conf again after a change of the recipe, which determines the size limit of a request.
 
     Example: fedveil deploy proxy federation
     """

@@ -13,16 +13,16 @@ from fedveil.runs import recipe
 
 def export(
     source: Annotated[str, argument("RECIPE")],
-    folder: Annotated[Path, option("-o", "DIR", "Where to write; must be new or empty.")],
+    folder: Annotated[Path, option("-o", "DIR", "Output folder; must be new or empty.")],
     changes: Sets = None,
     data_dir: DataDir = None,
     fetch: Fetch = False,
-    quantise: Annotated[bool, option("--quantise", None, "Hold layers that are not trained in 8 bits.")] = False,
+    quantise: Annotated[bool, option("--quantise", None, "Store layers that are not trained in 8 bits.")] = False,
     format: Shown = Format.table,
 ) -> None:
-    """Write a client of RECIPE that needs NumPy and ONNX Runtime only.
+    """Write a client that needs only NumPy and ONNX Runtime.
 
-    It answers the questions of baffle at the batch level, in the clear.
+    RECIPE must use the method baffle without a secure sum.
 
     Example: fedveil export digits/baffle-clear -o edge
     """

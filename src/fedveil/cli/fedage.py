@@ -52,25 +52,25 @@ class Telling:
 
 @fedage.command()
 def pretrain(
-    block: Annotated[int, option("--block", "B", "Numbers a block; by default 64.")] = 64,
-    code: Annotated[int | None, option("--code", "H", "Numbers of its code; by default half as many.")] = None,
-    levels: Annotated[int, option("--levels", "S", "Whole numbers reach from 0 to S; by default 64.")] = 64,
-    cohort: Annotated[int, option("--cohort", "M", "Codes averaged at a time; by default 10.")] = 10,
-    width: Annotated[int, option("--width", "N", "Of the networks; by default 512.")] = 512,
-    seed: Annotated[int, option("--seed", "N", "Of weights and training numbers; by default 0.")] = 0,
-    epochs: Annotated[int, option("--epochs", "N", "At most; by default 50.")] = 50,
-    groups: Annotated[int, option("--groups", "N", "Groups of M blocks an epoch; by default 50000.")] = 50_000,
-    batch: Annotated[int, option("--batch", "N", "Groups a step; by default 500.")] = 500,
-    lr: Annotated[float, option("--lr", "RATE", "Adam's, falling along a cosine; by default 0.0005.")] = 5e-4,
-    small: Annotated[float, option("--small", "SHARE", "Of groups with small numbers only; by default 0.5.")] = 0.5,
-    patience: Annotated[int, option("--patience", "N", "Epochs without progress that end it; by default 10.")] = 10,
+    block: Annotated[int, option("--block", "B", "Numbers per block; default: 64.")] = 64,
+    code: Annotated[int | None, option("--code", "H", "Numbers per code; default: half a block.")] = None,
+    levels: Annotated[int, option("--levels", "S", "Entries are whole numbers from 0 to S; default: 64.")] = 64,
+    cohort: Annotated[int, option("--cohort", "M", "Codes per mean; default: 10.")] = 10,
+    width: Annotated[int, option("--width", "N", "Width of the networks; default: 512.")] = 512,
+    seed: Annotated[int, option("--seed", "N", "Seed of weights and training data; default: 0.")] = 0,
+    epochs: Annotated[int, option("--epochs", "N", "Maximum number of epochs; default: 50.")] = 50,
+    groups: Annotated[int, option("--groups", "N", "Groups of M blocks per epoch; default: 50000.")] = 50_000,
+    batch: Annotated[int, option("--batch", "N", "Groups per step; default: 500.")] = 500,
+    lr: Annotated[float, option("--lr", "RATE", "Adam's rate, cosine decay; default: 0.0005.")] = 5e-4,
+    small: Annotated[float, option("--small", "SHARE", "Share of groups with a small range; default: 0.5.")] = 0.5,
+    patience: Annotated[int, option("--patience", "N", "Epochs without progress; default: 10.")] = 10,
     device: Device = "auto",
-    file: Annotated[Path | None, option("--out", "FILE", "By default below the data folder, by its settings.")] = None,
+    file: Annotated[Path | None, option("--out", "FILE", "Output file; default: in the data folder.")] = None,
     format: Shown = Format.table,
 ) -> None:
     """Train a pair (E, D) such that D(mean of codes) is the mean.
 
-    It is kept in a file that recipes with the same settings find. One that is there already is used as it is.
+    Recipes with the same settings find the file. An existing file is not trained again.
 
     Example: fedveil fedage pretrain --block 16 --cohort 5 --width 64 --groups 25600 --batch 256 --lr 0.001
     """

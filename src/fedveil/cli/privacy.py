@@ -1,4 +1,4 @@
-"""`fedveil privacy`: what noise is worth."""
+"""`fedveil privacy`: privacy accounting without a run."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ Accountant = StrEnum("Accountant", ["rdp", "pld"])
 
 
 def privacy(
-    delta: Annotated[float, option("--delta", "D", "δ, below 1 / the number of records; by default 1e-5.")] = 1e-5,
-    noise: Annotated[float | None, option("--noise", "Z", "Deviation of the noise / clipping norm.")] = None,
-    sample_rate: Annotated[float | None, option("--sample-rate", "Q", "Probability of a record, each step.")] = None,
-    steps: Annotated[int | None, option("--steps", "T", "Steps in all.")] = None,
-    epsilon: Annotated[float | None, option("--epsilon", "E", "ε not to exceed.")] = None,
-    accountant: Annotated[Accountant, option("--accountant", "rdp|pld", "Quick, the default, or tighter.")] = (
+    delta: Annotated[float, option("--delta", "D", "δ, below 1 / records; default: 1e-5.")] = 1e-5,
+    noise: Annotated[float | None, option("--noise", "Z", "Noise deviation / clipping norm.")] = None,
+    sample_rate: Annotated[float | None, option("--sample-rate", "Q", "Probability of a record per step.")] = None,
+    steps: Annotated[int | None, option("--steps", "T", "Total number of steps.")] = None,
+    epsilon: Annotated[float | None, option("--epsilon", "E", "Maximum ε.")] = None,
+    accountant: Annotated[Accountant, option("--accountant", "rdp|pld", "Fast (default), or tighter.")] = (
         Accountant.rdp
     ),
     format: Shown = Format.table,
 ) -> None:
-    """Of noise, sample rate, steps and ε give three, get the fourth.
+    """Compute noise, sample rate, steps or ε from the others.
 
-    For steps that sample each record by itself and add Gaussian noise once to a sum of clipped gradients. Neighbours
-    differ in one record that is there or not; of updates, where one client's is zero. If one may be replaced by any
-    other, and the sample rate is 1, half of the noise counts.
+    Each step samples each record independently and adds Gaussian noise once to the sum of clipped gradients. Neighbours
+    differ by one added or removed record, or by zeroing out one client's update. For replacement of an update, at
+    sample rate 1, give half of the noise.
 
     Example: fedveil privacy --noise 1 --sample-rate 0.0256 --steps 200
     """

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from fedveil.cli.shell import err
 from fedveil.core.ledger import Ledger, Row
-from fedveil.gpu import graphs
+from fedveil.gpu.context import using
 
 INTERRUPTED = 130
 LINE_EVERY = 5.0  # seconds, where stderr is no terminal
@@ -35,11 +35,12 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self.bar.start()
-        graphs.observer, graphs.announcer = self.step, self.announce
+        self.told_steps = using(observer=self.step, announcer=self.announce)
+        self.told_steps.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        graphs.observer = graphs.announcer = None
+        self.told_steps.__exit__(None, None, None)
         self.bar.stop()
 
     def __call__(self, row: Row) -> None:

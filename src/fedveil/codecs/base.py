@@ -22,7 +22,9 @@ P = TypeVar("P", bound=Answer, default=Any)  # a codec's payload
 
 
 class Codec(Generic[P]):
-    """A frozen dataclass of settings with `encode` and `decode`, generic in its payload. One that states a `name` is entered in the `registry`.
+    """A frozen dataclass of settings with `encode` and `decode`, generic in its payload.
+
+    One that states a `name` is entered in the `registry`.
 
     reference: what a down message is relative to. "last": the weights of the round before, so that everyone applies the
                decoded step and stays in step. "init": the initial weights, which everyone can draw.

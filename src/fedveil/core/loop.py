@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -58,7 +59,8 @@ class Federation:
         try:
             if not ids and self.method.min_clients:
                 raise BelowQuorum("the draw chose nobody")
-            after = self.method.round(state, cohort)
+            with getattr(self.engine, "launching", nullcontext)():  # an engine may launch steps in a way of its own
+                after = self.method.round(state, cohort)
             if problem := _unusable(after):
                 row.events.append(f"the result was refused: {problem}; the weights stay as they were")
             else:

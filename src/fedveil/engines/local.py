@@ -6,13 +6,15 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from contextvars import copy_context
 
 import torch
 
 from fedveil.core.clients import Clients, Letter, Reply
 from fedveil.core.message import KINDS
 from fedveil.core.task import Task
-from fedveil.gpu import graphs
+from fedveil.gpu.context import using
 from fedveil.gpu.graphs import one_thread
 
 # On a CPU a step of a small model costs mostly its dispatch, which threads take turns at: one worker with all clients
@@ -57,7 +59,6 @@ class LocalEngine:
         self._clients = clients
         clients.debug = self.debug
         task = clients.task
-        graphs.COMPILED = self.compile
         if task.device.type == "cuda":
             torch.set_float32_matmul_precision("high")  # as convolutions are by default, so what stands in for them
             torch.backends.cudnn.deterministic = True  # or server and clients decode one message differently
@@ -70,6 +71,10 @@ class LocalEngine:
         """How many workers there are for a task. All else that the engine chooses is the same on every machine."""
         return 1 if self.debug else self.workers or (cores() if _large(task) else 1)
 
+    def launching(self) -> AbstractContextManager[object]:
+        """How steps are launched, the server's own among them."""
+        return using(compile=self.compile)
+
     def close(self) -> None:
         if self._pool:
             self._pool.shutdown()
@@ -78,11 +83,13 @@ class LocalEngine:
     def deliver(self, letters: Sequence[Letter], deadline: float | None) -> Iterable[Reply]:
         """Answer every letter. Letters of one payload are stacked; a time limit is simulated elsewhere."""
         stacks = self._stacks(letters)
-        if self._pool:
-            done = list(self._pool.map(self._answer, stacks))
-        else:
-            with one_thread():
-                done = [self._answer(stack) for stack in stacks]
+        with self.launching():
+            if self._pool:
+                contexts = [copy_context() for _ in stacks]  # of this run, for the threads of the pool
+                done = list(self._pool.map(lambda context, own: context.run(self._answer, own), contexts, stacks))
+            else:
+                with one_thread():
+                    done = [self._answer(stack) for stack in stacks]
         return sorted((reply for replies in done for reply in replies), key=lambda reply: reply.client)
 
     def _stacks(self, letters: Sequence[Letter]) -> list[list[Letter]]:

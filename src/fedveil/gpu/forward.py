@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from fedveil.gpu.context import current
 from fedveil.gpu.graphs import traced
 from fedveil.gpu.windows import Window, kernels
 
-ENABLED = True  # set to False for products of windows and PyTorch's group norm: what a benchmark compares with
 PRECISION = torch.float16  # of convolutions; others are still products of windows, which was not compared
 PLACES = 128  # a program of a convolution
 DEPTH = 64  # channels it reads at a time, at most
@@ -26,7 +26,8 @@ DEPTH = 64  # channels it reads at a time, at most
 
 def usable(x: Tensor) -> bool:
     """Whether these kernels may stand in for layers that can be differentiated."""
-    return ENABLED and x.is_cuda and not (torch.is_grad_enabled() or traced()) and kernels() is not None
+    forward_only = not (torch.is_grad_enabled() or traced())
+    return x.is_cuda and forward_only and current().kernels and kernels() is not None
 
 
 def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:

@@ -14,14 +14,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-ENABLED = True  # set to False to run every step eagerly: what a benchmark compares with
-COMPILED = False  # set to True to compile what is `Fused`
+from fedveil.gpu.context import Observer, current
+
 PROGRAMS = 8  # of one step, each for its shapes; with more shapes than that compiling would never end
 WARM_UP = 3  # real steps run before the capture, so that libraries have chosen their kernels and buffers
-
-Observer = Callable[[int, int], None]  # called with the steps done and the steps there are
-observer: Observer | None = None  # of every loop in this process; called from the threads that train
-announcer: Callable[[str], None] | None = None  # called with what is about to take long and has no steps
 OFTEN = 0.5  # seconds between two calls, or less
 QUEUED = 16  # replays before the first: it waits for the GPU, and a short schedule should not
 
@@ -53,8 +49,9 @@ class Loop:
         self, step: Callable[[], object], total: int, device: torch.device, part: tuple[int, int] | None = None
     ) -> None:
         self._step, self._done = step, 0
-        self._told = _teller(observer, *part, device) if observer and part else None
-        self._captured = device.type == "cuda" and total > 2 * WARM_UP and ENABLED
+        here = current()
+        self._told = _teller(here.observer, *part, device) if here.observer and part else None
+        self._captured = device.type == "cuda" and total > 2 * WARM_UP and here.capture
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def run(self, times: int) -> None:
@@ -87,7 +84,7 @@ def repeat(step: Callable[[], object], times: int, device: torch.device, part: t
 
 
 class Fused:
-    """A function of tensors that gives tensors. With `COMPILED`, on a GPU, its elementwise work becomes few kernels.
+    """A function of tensors that gives tensors. Compiled, on a GPU, its elementwise work becomes few kernels.
 
     What is compiled is every operation that the function did once, those of derivatives included, so what it does may
     depend on shapes and not on values; there is a program for each of the first `PROGRAMS` sets of shapes. Making one
@@ -99,14 +96,15 @@ class Fused:
         self._programs: dict[tuple[Any, ...], Callable[..., tuple[Tensor, ...]]] = {}
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if not (COMPILED and tensors[0].is_cuda):
+        here = current()
+        if not (here.compile and tensors[0].is_cuda):
             return self._function(*tensors)
         shapes = tuple((t.shape, t.stride(), t.dtype) for t in tensors)
         if shapes not in self._programs:
             if len(self._programs) == PROGRAMS:
                 return self._function(*tensors)
-            if announcer:
-                announcer(f"compiling {self._name}, up to a minute")
+            if here.announcer:
+                here.announcer(f"compiling {self._name}, up to a minute")
             self._programs[shapes] = compiled(self._function, *tensors)
         return self._programs[shapes](*tensors)
 

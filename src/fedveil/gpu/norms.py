@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from fedveil.gpu import forward
+from fedveil.gpu.context import current
 from fedveil.gpu.windows import kernels
 
 ENTRIES = 16384  # a program of the norm itself holds
@@ -25,7 +26,7 @@ WARP = 512  # of them a warp holds
 
 def usable(x: Tensor, groups: int, pooled: bool = False, offset: bool = False) -> bool:
     """Whether there are kernels for inputs [B, C, …] with so many groups, and for these with a pool or an offset."""
-    if not (forward.ENABLED and x.is_cuda and kernels() is not None) or x.dim() < 3 or x.shape[1] % groups:
+    if not (x.is_cuda and current().kernels and kernels() is not None) or x.dim() < 3 or x.shape[1] % groups:
         return False
     if pooled and (x.dim() != 4 or x.shape[2] % 2 or x.shape[3] % 2):
         return False
@@ -143,7 +144,7 @@ class _Curve(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
         raise NotImplementedError(
-            "a group norm in a stack on a GPU has no third derivative; set fedveil.gpu.forward.ENABLED to False"
+            "a group norm in a stack on a GPU has no third derivative; use fedveil.gpu.context.using(kernels=False)"
         )
 
     @staticmethod

@@ -25,7 +25,7 @@ from fedveil.core.account import AUTO
 from fedveil.core.seeds import Seed
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
-from fedveil.gpu import graphs
+from fedveil.gpu.context import current
 from fedveil.gpu.graphs import Loop
 from fedveil.privacy import skellam
 from fedveil.privacy.account import Account, Promise
@@ -175,7 +175,7 @@ class Gradients:
             [rows for steps, secrets in pieces for rows in poisson(secrets[k].child("draw"), own, rate, steps)]
             for k, own in enumerate(stack.rows.indices)
         ]
-        padded = _padded(drawn, _at_once(weights) if graphs.COMPILED else 1)
+        padded = _padded(drawn, _at_once(weights) if current().compile else 1)
         self._index, self._mask = (torch.from_numpy(each).to(device) for each in padded)  # [steps, C, B]
         self._noise = weights.new_empty(max(steps for steps, _ in pieces), *weights.shape, dtype=torch.float64)
         self._step, self._within = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
@@ -260,7 +260,7 @@ def _clipped_sum(
 def _at_once(weights: Tensor) -> int:
     """Of how many records of each client the gradients are held at once."""
     room = max(1, HELD[weights.device.type] // weights.numel())
-    return min(room, PIECE) if graphs.COMPILED else room
+    return min(room, PIECE) if current().compile else room
 
 
 # ---------------------------------------------------------------------------------------------------- draws

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 import fedveil as fv
-from fedveil.privacy.secagg.server import ask_sum
-from fedveil.privacy.secagg.client import stages
 from fedveil.core import message, schema
 from fedveil.core.clients import Clients, Letter, Reply
 from fedveil.core.forecast import Turn
@@ -20,9 +18,11 @@ from fedveil.core.message import Answer, Count, Envelope, Question, Record, Weig
 from fedveil.engines import LocalEngine
 from fedveil.privacy import SecureSum
 from fedveil.privacy.secagg import masks, shamir
+from fedveil.privacy.secagg.client import stages
 from fedveil.privacy.secagg.context import Context
 from fedveil.privacy.secagg.masks import FixedPoint
 from fedveil.privacy.secagg.records import Advertise, Deal, Mask, Masked, Share, Shared, Unmask, tensor
+from fedveil.privacy.secagg.server import ask_sum
 from toys import Plain
 
 

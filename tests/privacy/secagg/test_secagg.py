@@ -12,18 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fedveil as fv
-from fedveil.privacy.secagg.server import ask_sum
-from fedveil.privacy.secagg.client import stages
 from fedveil.codecs.tofu import Proxies
 from fedveil.core import message
 from fedveil.core.message import Answer, Question, Shape
 from fedveil.engines import LocalEngine
 from fedveil.privacy import SecureSum
 from fedveil.privacy.secagg import graph
-from fedveil.privacy.secagg.client import NOTE
+from fedveil.privacy.secagg.client import NOTE, stages
 from fedveil.privacy.secagg.context import Context
 from fedveil.privacy.secagg.kept import Secrets
 from fedveil.privacy.secagg.records import Advertise, Advertised, Agree, Deal, Mask, Masked, Share, Unmask
+from fedveil.privacy.secagg.server import ask_sum
 from fedveil.runs.cost import cost
 from privacy.secagg.sums import LAST, Give, Only, Summand, Summed, Transport, expected, letter
 from privacy.secagg.sums import given as given_by

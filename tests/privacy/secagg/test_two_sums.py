@@ -9,8 +9,6 @@ import pytest
 import torch
 
 import fedveil as fv
-from fedveil.privacy.secagg.server import ask_sum
-from fedveil.privacy.secagg.client import stages
 from fedveil.core import message
 from fedveil.core.clients import Clients, Letter
 from fedveil.core.message import Answer, Question, Refused, Weights
@@ -18,9 +16,11 @@ from fedveil.core.stack import ClientStack, hashed
 from fedveil.engines import LocalEngine, kept
 from fedveil.privacy import SecureSum
 from fedveil.privacy.secagg import server as summing
+from fedveil.privacy.secagg.client import stages
 from fedveil.privacy.secagg.context import Context
 from fedveil.privacy.secagg.masks import FixedPoint
 from fedveil.privacy.secagg.records import Mask, tensor
+from fedveil.privacy.secagg.server import ask_sum
 from privacy.secagg.sums import Driven, Give, Only, Transport, given, letter, rounding, unpacked
 from privacy.secagg.sums import Summand as Given
 from toys import Plain, linear_task
@@ -57,7 +57,7 @@ class Twofold(fv.Method):
 
     def round(self, state: Any, cohort: fv.Cohort) -> fv.State:
         first = ask_sum(cohort, Give(state.weights), self.secure)
-        second = cohort.only(first.clients).ask_sum(Refine(0.5), self.secure)
+        second = ask_sum(cohort.only(first.clients), Refine(0.5), self.secure)
         SUMS[:] = [first, second]
         return Plain(state.weights + second.mean("part"))
 
