@@ -43,7 +43,7 @@ def audit(
     """Attack the run in DIR: infer membership and test its ε.
 
     The attack infers membership from the last weights. With method.privacy, it also adds canaries to a client's records
-    and looks for them in its answers. With noise inside a secure sum, it tries to tell noised sums of two updates apart.
+    and looks for them in its answers. With noise inside a secure sum, it tries to tell two noised sums apart.
     The exit code is 1 if a result contradicts ε. The figures go to audit.json and figures/audit.svg in DIR.
 
     Example: fedveil audit runs/demo/digits-fedavg

@@ -54,9 +54,9 @@ def _setting(plan: Recipe) -> str:
 
 
 def describe(method: Annotated[str, argument("METHOD")], format: Shown = Format.table) -> None:
-    """Say what a method or codec sends, and its keys.
+    """Print what a method or codec sends, and its keys.
 
-    Of a method also who sees it, and of which kind each claim about privacy is.
+    For a method, also print who sees it, and its labelled privacy claims.
 
     Example: fedveil describe scaffold
     """
@@ -106,7 +106,7 @@ def _keys(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def inspect(file: Annotated[Path, argument("FILE")], format: Shown = Format.table) -> None:
-    """Show what a checkpoint or a message holds.
+    """Show the contents of a checkpoint or a message.
 
     Example: fedveil inspect runs/demo/digits-scaffold/checkpoint-00000020.fv
     """
