@@ -208,10 +208,10 @@ def test_on_the_digits_it_ends_within_a_point_of_fedavg_with_or_without_drop_out
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: fv.FedAvg(up=SHIPPED, aggregator=fv.Aggregator("median")), "only the mean is decoded"),
+        (lambda: fv.FedAvg(up=SHIPPED, aggregator=fv.Aggregator("median")), "decodes only the mean"),
         (
             lambda: fv.FedAvg(up=SHIPPED, aggregator=fv.Aggregator("clip")),
-            'user_privacy.where="client" against large ones',
+            'user_privacy.where="client" to bound updates',
         ),
         (lambda: fv.FedAvg(down=SHIPPED), "fedage, which is for the way up only"),
         (lambda: fv.FedAvg(up=replace(SHIPPED, permute=False), feedback=True), "set method.up.permute=true"),

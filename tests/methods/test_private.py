@@ -326,7 +326,7 @@ def test_how_many_records_were_drawn_is_in_no_figure():
 )
 def test_a_codec_that_looks_at_the_records_again_is_refused(up, fix):
     for how in ({"privacy": PRIVACY}, {"user_privacy": fv.UserLevel(delta=0.1, where="client")}):
-        with pytest.raises(ValueError, match="looks at a client's records again when it encodes.*" + fix):
+        with pytest.raises(ValueError, match="reads a client's records when it encodes.*" + fix):
             fv.FedAvg(up=up, **how).init_state(image_task())
 
 

@@ -55,8 +55,8 @@ RULES = (
         "codes with a robust aggregator",
         lambda m: m.up.in_code_space and not m.aggregator.linear,
         lambda m: (
-            f"method.aggregator.kind is {m.aggregator.kind}, but of {m.up.name}'s codes only the mean is decoded, so "
-            'there are no single updates to choose among; use mean, with user_privacy.where="client" against large ones'
+            f"method.aggregator.kind is {m.aggregator.kind}, but the server decodes only the mean of {m.up.name}'s "
+            'codes and has no single updates to compare; use mean, and user_privacy.where="client" to bound updates'
         ),
     ),
     Rule(
@@ -71,7 +71,7 @@ RULES = (
         "feedback with a code that never changes",
         lambda m: m.feedback and m.up.loses_the_same,
         lambda m: (
-            f"method.feedback adds what {m.up.name} lost to the next update, but a code that is the same in every "
+            f"method.feedback adds the error of {m.up.name} to the next update, but a code that is the same in every "
             "round never sends it; set method.up.permute=true"
         ),
     ),
@@ -105,20 +105,23 @@ RULES = (
         "private codes",
         lambda m: _noised_sum(m) and m.up.in_code_space,
         lambda m: (
-            f"user_privacy clips each update before they are summed, and {m.up.name}'s are summed in code; use another "
+            f"user_privacy.where is sum, which adds up clipped updates, but {m.up.name} adds up codes; use another "
             f"codec, {CLIENT}"
         ),
     ),
     Rule(
         "private payloads that do not add up",
         lambda m: _noised_sum(m) and m.secure and not m.up.payload.additive,
-        lambda m: f"{m.up.name}'s messages are not summed securely, so nobody noises them; use another codec, {CLIENT}",
+        lambda m: (
+            f"method.secure cannot sum {m.up.name}'s messages, so clients cannot share the noise; use another codec, "
+            f"{CLIENT}"
+        ),
     ),
     Rule(
         "a private robust aggregator",
         lambda m: _noised_sum(m) and not m.aggregator.linear,
         lambda m: (
-            f"method.aggregator.kind is {m.aggregator.kind}, which does not bound what one client changes; use mean, "
+            f"method.aggregator.kind is {m.aggregator.kind}, which does not bound the effect of one client; use mean, "
             f"{CLIENT}"
         ),
     ),
@@ -126,8 +129,8 @@ RULES = (
         "a noised sum with steps down",
         lambda m: _noised_sum(m) and not m.secure and m.down and m.down.reference == "last",
         lambda m: (
-            f"method.down is {m.down and m.down.name}, which skips a round in which no client is in step, and the "
-            "noise with it; leave it out"
+            f"method.down is {m.down and m.down.name}, which may skip a round and its noise if no client holds the "
+            "server's weights; leave it out"
         ),
     ),
     Rule(
@@ -147,16 +150,16 @@ RULES = (
         "nothing to sum securely",
         lambda m: m.secure and not m.up.payload.additive and not m.full_rounds,
         lambda m: (
-            f"a secure sum of {m.up.payload.__name__} means nothing: {m.up.name}'s messages do not add up, each has to "
-            "be decoded by itself; use a codec whose messages do, such as raw"
+            f"method.secure needs messages that can be added, but {m.up.name}'s have to be decoded one by one; use "
+            "raw or powersgd"
         ),
     ),
     Rule(
         "a secure sum with a robust aggregator",
         lambda m: m.secure and not m.aggregator.linear,
         lambda m: (
-            f"aggregator.kind is '{m.aggregator.kind}', which compares clients' updates one by one, and in a secure "
-            "sum the server sees none of them; use mean"
+            f"method.aggregator.kind is {m.aggregator.kind}, which compares single updates, but in a secure sum the "
+            "server sees none; use mean"
         ),
     ),
 )
@@ -187,7 +190,7 @@ def validate_on(m: Options, task: Task) -> None:
         for codec in dict.fromkeys(m.up.for_client(client) for client in range(len(task.clients))):
             if codec.reads_records:
                 raise ValueError(
-                    f"{codec.name} looks at a client's records again when it encodes, past the noise of differential "
+                    f"{codec.name} reads a client's records when it encodes, which bypasses the noise of differential "
                     f"privacy; set its {codec.reads_records}"
                 )
 
@@ -206,6 +209,6 @@ def validate_sampling(m: Options, task: Task, sampler: CohortSampler) -> None:
             )
     elif sampler.quorum != 1:
         raise ValueError(
-            f"cohort.quorum is {sampler.quorum:g}, but a round that is skipped would tell who was drawn, so with "
-            "method.user_privacy whoever answers is summed; leave it at 1"
+            f"cohort.quorum is {sampler.quorum:g}, but with method.user_privacy a skipped round would reveal who was "
+            "drawn; leave it at 1"
         )
