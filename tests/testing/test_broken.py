@@ -396,6 +396,44 @@ def test_a_codec_that_keeps_its_promises_passes() -> None:
     check_codec(enter(Doubled()))
 
 
+@message.kind
+class Scaled(Answer, frozen=True):
+    """Says that it adds up."""
+
+    additive: ClassVar[bool] = True
+    update: Weights
+    records: Count = 1
+
+
+@dataclass(frozen=True)
+class Shrinking(fv.Codec):
+    """Half of an update, which a secure sum of updates is not."""
+
+    name: ClassVar[str] = "toy-shrinking"
+    payload: ClassVar[type[Answer]] = Scaled
+
+    def encode(self, task: fv.Task, w: Tensor, updates: Tensor, seeds: Any, stack: Any) -> list[Any]:
+        return [Scaled(row / 2) for row in updates]
+
+    def decode(self, task: fv.Task, w: Tensor, payloads: Sequence[Any]) -> Tensor:
+        return torch.stack([payload.update for payload in payloads])
+
+
+def test_a_codec_that_a_secure_sum_would_pass_over_is_told() -> None:
+    with pytest.raises(AssertionError, match=r"with `secure` the weights differ by .* from those in the clear"):
+        check_codec(enter(Shrinking()))
+
+
+@dataclass(frozen=True)
+class Wordless(fv.Half):
+    name: ClassVar[str] = "toy-wordless"
+
+
+def test_a_codec_without_words_is_told() -> None:
+    with pytest.raises(AssertionError, match="Wordless has no docstring; say in its first line what it sends"):
+        check_codec(enter(Wordless()))
+
+
 @dataclass(frozen=True)
 class Unregistered(fv.Qsgd):
     """Goes by the name of another codec."""

@@ -112,6 +112,11 @@ def check_registered(case: Case) -> None:
         getattr(kind, "name", None) and fv.Codec.registry.get(kind.name) is kind,
         f"{kind.__name__} is not registered under a name of its own; state `name: ClassVar[str]` in the class",
     )
+    words = (kind.__doc__ or "").strip()
+    require(
+        words and not words.startswith(f"{kind.__name__}("),  # which is what @dataclass writes
+        f"{kind.__name__} has no docstring; say in its first line what it sends, for `fedveil describe`",
+    )
     try:
         method = fv.FedAvg(up=codec)
         found: Any = recipe.parse(tomllib.loads(fv.Recipe(method=method).toml())).method
@@ -130,6 +135,12 @@ def check_code_space(case: Case) -> None:
         method = methods.Case(fv.FedAvg(up=case.codec), case.task)
         for name in ("run", "stacks", "memory", "resume", "hostile", "cost", "secure"):
             methods.METHOD_CHECKS[name](method)
+
+
+def check_secure(case: Case) -> None:
+    """Payloads that say they add up give, in a secure sum, the weights that they give in the clear."""
+    if case.codec.payload.additive:
+        methods.check_secure(methods.Case(fv.FedAvg(up=case.codec), case.task))
 
 
 def check_shapes(case: Case) -> None:
@@ -318,4 +329,5 @@ CODEC_CHECKS: dict[str, Callable[[Case], None]] = {
     "hostile": _with_payloads(check_hostile),
     "down": check_down,
     "feedback": _with_payloads(check_feedback),
+    "secure": _with_payloads(check_secure),
 }
