@@ -1,4 +1,4 @@
-"""Codecs in code space: codes of all clients are averaged as they are, and their mean alone is decoded."""
+"""Codecs in code space: the server averages the codes of all clients and decodes only the mean."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SharedCode(Answer, frozen=True):
 
 
 class AgreedCodec(Codec[P]):
-    """A codec of two exchanges. Clients make an offer, the server states what the cohort agrees on, clients send codes.
+    """A codec with two exchanges: clients send an offer, the server sends an agreement, clients send codes.
 
     offer:     a client's first answer, by default a vector. If offers add up, the server needs their mean only
     agreement: the server's question that states what was agreed on, by default a vector
@@ -66,32 +66,32 @@ class AgreedCodec(Codec[P]):
         return None
 
     def broadcast(self, task: Task, kept: Record | None) -> dict[str, Tensor]:
-        """The values of `extra`, from what the server kept of the round before."""
+        """Return the values of `extra`, given the record that the server kept from the round before."""
         return {}
 
     def offers(self, stack: ClientStack, vectors: Tensor, question: Any) -> list[Any]:
-        """The clients: an offer for each of the vectors [C, d]."""
+        """Return an offer for each of the vectors [C, d], on the clients."""
         raise NotImplementedError
 
     def check_offer(self, task: Task, offer: Any) -> None:
-        """Raise `Refused` for an offer that fits its schema and still cannot be used."""
+        """Raise `Refused` if an offer fits its schema but cannot be used."""
 
     def agree(self, cohort: Cohort, offers: Mapping[int, Any]) -> Question:
-        """The server: what the cohort agrees on, from the offers by client, or from their sum's mean alone."""
+        """Return the agreement, on the server, from the offers by client; with a secure sum, from their mean only."""
         raise NotImplementedError
 
     def at(self, task: Task, agreed: Any, seed: Seed) -> Tuned[P]:
-        """Both sides: the codec of this round. Raises `Refused` where the two sides would differ."""
+        """Return the codec of this round, on both sides. Raise `Refused` if the agreement cannot be used."""
         raise NotImplementedError
 
 
 class Tuned(Codec[P]):
-    """A codec in code space in one round. Its codes do not depend on the weights `w`."""
+    """A codec in code space, in one round. Its codes do not depend on the weights `w`."""
 
     def merge(self, task: Task, payloads: Sequence[P]) -> tuple[Tensor, Record | None]:
-        """Return the mean of the vectors behind the payloads [d], and what the server keeps for the next round."""
+        """Return the mean of the encoded vectors [d], and a record to keep for the next round."""
         raise NotImplementedError
 
     def weighed(self, payload: P, share: Tensor) -> P:
-        """The payload with the weight [1] that was put on its vector."""
+        """Return the payload with the weight [1] of its vector."""
         return replace(payload, share=share)

@@ -1,4 +1,4 @@
-"""Update codecs: what an update looks like on the wire. Any of them goes up, down, or both ways.
+"""Update codecs: the format of an update on the wire, up, down or both.
 
 A codec turns updates at weights `w` into payloads and payloads back into updates, with one `decode` for both sides.
 """
@@ -45,7 +45,7 @@ class Codec(Generic[P]):
             cls.registry[cls.name] = cls
 
     def for_client(self, client: int) -> Codec:
-        """The codec a client uses: this one, unless clients differ."""
+        """Return the codec of a client; clients may use different settings."""
         return self
 
     def validate(self, task: Task) -> None:
@@ -53,37 +53,37 @@ class Codec(Generic[P]):
 
     @property
     def reads_records(self) -> str:
-        """Which settings would keep `encode` from looking at a client's records again; none where it does not look."""
+        """Return the settings that keep `encode` from reading a client's records; empty if it does not read them."""
         return ""
 
     @property
     def loses_the_same(self) -> bool:
-        """Whether it loses the same directions in every round, so that error feedback would only pile them up."""
+        """Whether the codec loses the same directions in every round, which error feedback would accumulate."""
         return False
 
     def sizes(self, task: Task) -> Mapping[str, Size]:
-        """What the dimension names of the payload stand for."""
+        """Return the sizes behind the dimension names of the payload."""
         return task.sizes
 
     def forecast_compute(self) -> Compute:
-        """What encoding one update takes of a client."""
+        """Return the compute that encoding one update takes."""
         return Compute()
 
     def check(self, task: Task, payload: P) -> None:
-        """Raise `Refused` for a payload that fits its schema and still cannot be decoded."""
+        """Raise `Refused` if a payload fits its schema but cannot be decoded."""
 
     def exhibit(self, payload: P) -> tuple[str, Tensor, Tensor] | None:
-        """What a payload holds that can be looked at: a name, images [N, channels, height, width], labels [N, K]."""
+        """Return images of a payload for the report: a name, images [N, channels, height, width], labels [N, K]."""
         return None
 
     def encode(
         self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], stack: ClientStack | None
     ) -> list[P]:
-        """Updates [C, d] at `w` [C, d] -> C payloads. `stack` is None on the server, which has no data of its own."""
+        """Encode updates [C, d] at `w` [C, d] into C payloads. `stack` is None on the server, which has no records."""
         raise NotImplementedError
 
     def decode(self, task: Task, w: Tensor, payloads: Sequence[P]) -> Tensor:
-        """C payloads at `w` [C, d] -> updates [C, d]."""
+        """Decode C payloads at `w` [C, d] into updates [C, d]."""
         raise NotImplementedError
 
 

@@ -37,10 +37,10 @@ class TopK(Codec[Sparse]):
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
-            raise ValueError("top-k's share of the weights is above 0 and at most 1")
+            raise ValueError(f"top-k.share is {self.share:g}; use a number above 0 and at most 1")
 
     def kept(self, task: Task) -> int:
-        """k."""
+        """Return k, the number of weights that are sent."""
         return max(1, round(self.share * task.layout.size))
 
     def sizes(self, task: Task) -> Mapping[str, Size]:

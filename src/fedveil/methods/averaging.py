@@ -1,4 +1,4 @@
-"""Averaging: clients train, the server steps along the mean of what they send. Every method that averages is one."""
+"""Averaging: clients train, and the server steps along the mean of their vectors."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from fedveil.train.vectors import Vectors
 
 @dataclass(frozen=True)
 class Averaging(Method):
-    """Local training, then a step along the mean of the updates. A method overrides what it does differently.
+    """Train locally, then step along the mean of the updates. The base class of every method that averages.
 
     up, down:     the codec of updates to the server, and of the server's steps to the clients (None: full weights)
-    feedback:     a client adds what the codec lost of its update to its next one (Seide et al. 2014)
-    full_rounds:  the last so many rounds send full updates and full weights (TOFU's switch₂)
-    privacy:      local training is DP-SGD, and what a client sends is private for each of its records
-    user_privacy: what is released is private for each client
-    secure:       the server learns the sum of the updates only, or of the codes; with a codec whose messages do not
-                  add up, the sum of the full rounds
+    feedback:     a client adds the error of the codec to its next update (Seide et al. 2014)
+    full_rounds:  number of last rounds with full updates and full weights (TOFU's switch₂)
+    privacy:      train with DP-SGD; a client's messages are private for each of its records
+    user_privacy: the model is private for each client
+    secure:       the server learns the sum of the updates or codes only; with a codec whose messages cannot be added,
+                  in full rounds only
     """
 
     vectors: ClassVar[tuple[str, ...]] = ("update",)  # what clients send, by name
@@ -74,27 +74,29 @@ class Averaging(Method):
 
     @property
     def trainer(self) -> Trainer:
-        """What clients do with their records."""
+        """Return the trainer: what clients do with their records."""
         return PrivateMinibatches(self.local, self.privacy) if self.privacy else Minibatches(self.local)
 
     def broadcast(self, state: State) -> dict[str, Tensor]:
-        """The values of `broadcasts`."""
+        """Return the values of `broadcasts` for this round."""
         return {}
 
     def correction(self, stack: ClientStack, question: Any, w: Tensor) -> Correction | None:
-        """What is added to each local gradient of clients that train from `w` [d]; None: nothing."""
+        """Return a function of local weights [C, d] that is added to each gradient [C, d]; None adds nothing.
+
+        Clients train from `w` [d]."""
         return None
 
     def trained(self, stack: ClientStack, question: Any, w: Tensor, trained: Trained) -> Vectors:
-        """What leaves the clients, by name, after training from `w` [d]."""
+        """Return the vectors that leave the clients, by name, after training from `w` [d]."""
         return Vectors({"update": trained.update})
 
     def combine(self, total: Total) -> Tensor:
-        """What the server steps along, [d]."""
+        """Return the direction of the server's step, [d]."""
         return total.mean("update")
 
     def step(self, state: State, total: Total, cohort: Cohort) -> State:
-        """The server's state after a round."""
+        """Return the server's state after its step."""
         return self.server.step(state, self.combine(total))
 
     # ------------------------------------------------------------------------------------------------ a round
@@ -110,8 +112,9 @@ class Averaging(Method):
         return self.server.published(state, parts.down.publish(now, after, cohort))
 
     def released(self, stack: ClientStack, question: Any, w: Tensor, parts: Parts | None = None) -> Vectors:
-        """Train from `w` [d]; the vectors as they may leave: charged and, where it has to be, clipped and noised.
-        Whatever comes after looks at these and not at the records, so it costs nothing."""
+        """Charge the clients, train from `w` [d], and return the vectors, clipped and noised if privacy needs it.
+
+        Later steps use these vectors and not the records, so they cost no privacy."""
         if cost := self.client_cost(stack.task):
             stack.charge(cost)
         trained = self.trainer.train(stack, w, self.correction(stack, question, w))
@@ -121,7 +124,7 @@ class Averaging(Method):
         return x
 
     def given(self, parts: Parts, stack: ClientStack, question: Any) -> tuple[Tensor, Vectors]:
-        """The weights that a question is about, and the vectors that the uplink encodes."""
+        """Return the weights [d] that a question is about, and the vectors that the uplink encodes."""
         w = parts.down.held(stack, question)
         x = self.released(stack, question, w, parts)
         for transform in parts.transforms:
@@ -130,12 +133,12 @@ class Averaging(Method):
 
     @cached_property
     def parts(self) -> Parts:
-        """The parts of an ordinary round."""
+        """Return the parts of an ordinary round."""
         return assemble(self)
 
     @cached_property
     def phases(self) -> tuple[Parts, ...]:
-        """The parts of every kind of round. Each kind has questions of its own, so clients can tell them apart."""
+        """Return the parts of every phase. Each phase has its own question type, which tells clients the phase."""
         return (self.parts, assemble(self, full=True)) if self.full_rounds else (self.parts,)
 
     def _phase(self, rounds_left: int) -> Parts:

@@ -1,4 +1,4 @@
-"""The parts of a method that averages, built from its options: the one place where options become parts."""
+"""Build the parts of a method that averages from its options."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ class Options(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """What a round is put together from.
+    """The parts of one phase.
 
-    release:    transforms of what training gave up to what may leave: clip, noise, weights
-    transforms: what follows them, up to the codec
-    secure:     how sums are taken, if they are
-    trusted:    whether it is the server that makes the sum private
-    equal:      whether clients count the same because the number of their records is private
+    release:    transforms after which vectors may leave a client: clip, noise, weights
+    transforms: further transforms before the codec
+    secure:     settings of the secure sum; None: in the clear
+    trusted:    whether the server adds the noise of user-level privacy
+    equal:      whether clients have equal weights because their record counts are private
     """
 
     release: tuple[Transform, ...]
@@ -102,12 +102,12 @@ class Parts:
 
     @property
     def questions(self) -> tuple[type[Question], ...]:
-        """The questions whose answers the uplink brings."""
+        """Return the questions that the uplink collects answers to."""
         return (self.down.question, *self.up.questions)
 
 
 def assemble(m: Options, full: bool = False) -> Parts:
-    """The parts of an ordinary round of a method, or of a full one: no codecs."""
+    """Return the parts of an ordinary round, or with `full` of a round without codecs."""
     codec, users = Raw() if full else m.up, m.user_privacy
     summed = bool(users and users.where == "sum")
     trusted, equal = summed and not m.secure, bool(m.privacy or users)
@@ -140,7 +140,7 @@ def _down(codec: Codec | None, plain: type[Question], extra: Mapping[str, Any]) 
 
 
 def _secure(m: Options, codec: Codec, equal: bool) -> SecureSum | None:
-    """How sums are taken. Codes and private updates have a range of their own, whatever is said of updates."""
+    """Return the settings of the secure sum. Codes and private updates have their own range."""
     how, users = m.secure, m.user_privacy
     reach = cast(AgreedCodec, codec).reach if codec.in_code_space else None
     if how and reach is not None:

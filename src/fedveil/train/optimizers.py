@@ -1,4 +1,4 @@
-"""The server's optimizer: a step along what a cohort's updates add up to."""
+"""The server's optimizer: step along the mean update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Moments(Record, frozen=True):
 
 @message.kind
 class Average(Record, frozen=True):
-    """The weights that are trained, where the published ones are their moving average, and the steps so far."""
+    """The weights in training, if their moving average is published, and the number of steps."""
 
     live: Weights
     steps: int = 0
@@ -58,14 +58,14 @@ class ServerOptimizer:
             )
 
     def init_state(self, weights: Tensor) -> State:
-        """The state before the first step."""
+        """Return the state before the first step."""
         state, moment = State(weights), torch.zeros_like(weights)
         if self.optimizer != "plain":
             state = state.put(SLOT, Moments(moment, moment.clone() if self.optimizer == "adam" else None))
         return state.put(AVERAGE, Average(weights)) if self.ema else state
 
     def training(self, state: State) -> State:
-        """The state with the weights that are trained in place of their average."""
+        """Return the state with the weights in training in place of their average."""
         average = state.slots.get(AVERAGE)
         return replace(state, weights=average.live) if isinstance(average, Average) else state
 
@@ -83,7 +83,7 @@ class ServerOptimizer:
         return replace(state, weights=state.weights + step).put(SLOT, Moments(first, second))
 
     def published(self, before: State, after: State) -> State:
-        """The state with what is published: the trained weights of `after`, or their moving average."""
+        """Return the state to publish: with the weights of `after`, or with their moving average."""
         average = before.slots.get(AVERAGE)
         if not isinstance(average, Average):
             return after
@@ -94,6 +94,6 @@ class ServerOptimizer:
 
 
 def moments(state: State) -> tuple[Tensor | None, Tensor | None]:
-    """The optimizer's moments in a state."""
+    """Return the optimizer's moments in a state."""
     held = state.slots.get(SLOT)
     return (held.first, held.second) if isinstance(held, Moments) else (None, None)

@@ -1,4 +1,4 @@
-"""Trainers: a client's records and the server's weights become an update."""
+"""Trainers: turn a client's records and the server's weights into an update."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Trained:
 
 
 class Trainer(Protocol):
-    """What clients do with their records.
+    """Turn records into updates.
 
-    needs: what the model has to allow, by the names in `task.WAYS_OUT`
+    needs: operations that the model must support, by the names in `capability.WAYS_OUT`
     """
 
     needs: ClassVar[tuple[str, ...]]
@@ -40,10 +40,10 @@ class Trainer(Protocol):
         """Train each client of a stack from `w` [d]."""
 
     def client_cost(self, task: Task) -> Account | None:
-        """What an answer costs in differential privacy for each record; None where none is promised."""
+        """Return the privacy cost of an answer for each record; None without differential privacy."""
 
     def forecast_compute(self, turn: Turn) -> Compute:
-        """What training takes of a client."""
+        """Return the compute that training takes of a client."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Minibatches:
 
 @dataclass(frozen=True)
 class PrivateMinibatches:
-    """DP-SGD: every client takes as many steps, however many records it has. Corrections come after the noise."""
+    """DP-SGD. Every client takes the same number of steps. Corrections are added after the noise."""
 
     needs: ClassVar[tuple[str, ...]] = (RECORD_GRADIENTS,)
 
@@ -104,7 +104,7 @@ class FullGradient:
 
 @dataclass(frozen=True)
 class PrivateFullGradient:
-    """The same, each record's gradient clipped and the sum noised: one step of DP-SGD over all records."""
+    """One step of DP-SGD over all records: clip each record's gradient and add noise to the sum."""
 
     needs: ClassVar[tuple[str, ...]] = (RECORD_GRADIENTS,)
 

@@ -1,4 +1,4 @@
-"""Transforms: what happens to vectors between training and encoding."""
+"""Transforms: change vectors between training and encoding."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from fedveil.train.vectors import Vectors
 
 
 class Transform:
-    """A step on the clients' side, applied to all vectors of a stack.
+    """Change the vectors of a stack of clients.
 
-    name: the slot of a client's memory in which the transform keeps what it needs
+    name: the slot of a client's memory that the transform may use
     """
 
     name: ClassVar[str]
 
     def client(self, stack: ClientStack, x: Vectors) -> Vectors:
-        """Return the vectors that go on from here."""
+        """Return the changed vectors."""
         return x
 
     def sent(self, stack: ClientStack, x: Vectors, decoded: Vectors) -> None:
-        """Learn what the server will decode of the vectors `x` that left the last transform."""
+        """Take note of the vectors that the server will decode, after `x` left the last transform."""
 
 
 @dataclass(frozen=True)
 class ClipNoise(Transform):
-    """Clip all vectors of a client together to norm C, and add Gaussian noise where the client noises by itself.
+    """Clip all vectors of a client together to norm C, and add Gaussian noise.
 
-    noise: False where the noise is added later, inside the secure sum
+    noise: False if the noise is added later, inside the secure sum
     """
 
     name: ClassVar[str] = "user privacy"
@@ -52,7 +52,7 @@ class ClipNoise(Transform):
 
 @dataclass(frozen=True)
 class Weigh(Transform):
-    """Multiply by λ_k, each client's records over the public maximum: a mean of codes is unweighted."""
+    """Multiply by λ_k, the client's records over the public maximum, because a mean of codes is unweighted."""
 
     name: ClassVar[str] = "weigh"
 
@@ -67,7 +67,7 @@ class Weigh(Transform):
 
 @message.kind
 class Residuals(Record, frozen=True):
-    """What the codec has lost of a client's vectors so far, in the order of their names."""
+    """The error of the codec, a tensor for each vector of a client."""
 
     common = ()
 
@@ -76,7 +76,7 @@ class Residuals(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Feedback(Transform):
-    """Add what the codec lost of a client's vectors to its next ones (Seide et al. 2014)."""
+    """Add the error of the codec to a client's next vectors (Seide et al. 2014)."""
 
     name: ClassVar[str] = "feedback"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Vectors:
-    """What a stack of C clients is about to send.
+    """The vectors that a stack of C clients is about to send.
 
     named:   vectors [C, d] by name, such as "update" and SCAFFOLD's "control"
     scalars: numbers [C] by name that travel in the clear beside them
@@ -26,16 +26,16 @@ class Vectors:
         return self.named[name]
 
     def map(self, change: Callable[[str, Tensor], Tensor]) -> Vectors:
-        """Return the same with each vector changed."""
+        """Return a copy in which each vector is changed."""
         return replace(self, named={name: change(name, vector) for name, vector in self.named.items()})
 
     def jointly(self, change: Callable[[Tensor], Tensor]) -> Vectors:
-        """Return the same after a change of all vectors as one, [C, sum of d]: a clip bounds their common norm."""
+        """Return a copy in which all vectors are changed as one, [C, sum of d]; a clip bounds their joint norm."""
         widths = [vector.shape[1] for vector in self.named.values()]
         changed = change(joined(list(self.named.values()))).split(widths, 1)
         return replace(self, named=dict(zip(self.named, changed, strict=True)))
 
 
 def joined(vectors: list[Tensor]) -> Tensor:
-    """Vectors [C, d] side by side; a single one is not copied."""
+    """Concatenate vectors [C, d]; a single one is not copied."""
     return vectors[0] if len(vectors) == 1 else torch.cat(vectors, 1)
