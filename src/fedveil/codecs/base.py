@@ -24,20 +24,20 @@ P = TypeVar("P", bound=Answer, default=Any)  # a codec's payload
 class Codec(Generic[P]):
     """A frozen dataclass of settings with `encode` and `decode`, generic in its payload.
 
-    One that states a `name` is entered in the `registry`.
+    A subclass with a `name` is registered in `registry`.
 
-    reference: what a down message is relative to. "last": the weights of the round before, so that everyone applies the
-               decoded step and stays in step. "init": the initial weights, which everyone can draw.
+    reference: start of a down message. "last": the weights of the round before; server and clients apply the decoded
+               step. "init": the initial weights, which everyone can draw.
     """
 
     name: ClassVar[str]
     payload: ClassVar[type[Answer]]
     reference: ClassVar[str] = "last"
-    server_can_encode: ClassVar[bool] = True  # whether the server, which has no data and is one, can use it
-    in_code_space: ClassVar[bool] = False  # whether codes are averaged as they are (`AgreedCodec`)
-    lossy: ClassVar[bool] = True  # whether what is decoded differs from what was encoded
+    server_can_encode: ClassVar[bool] = True  # whether the server, which has no records, can encode with it
+    in_code_space: ClassVar[bool] = False  # whether the server averages codes before it decodes (`AgreedCodec`)
+    lossy: ClassVar[bool] = True  # whether decoding differs from the update
     extra: ClassVar[Mapping[str, Any]] = {}  # fields that it adds to the method's question, with their types
-    needs: ClassVar[tuple[str, ...]] = ()  # of the model, by the names in `task.WAYS_OUT`
+    needs: ClassVar[tuple[str, ...]] = ()  # operations of the model, by the names in `capability.WAYS_OUT`
     registry: ClassVar[dict[str, type[Codec]]] = {}
 
     def __init_subclass__(cls) -> None:
