@@ -1,4 +1,4 @@
-"""What holds for every method that averages: the privacy claims of `fedveil describe`."""
+"""Privacy claims of methods that average, for `fedveil describe`."""
 
 from __future__ import annotations
 
@@ -9,30 +9,29 @@ from fedveil.core.method import SUMMED, About
 PRIVATE = (
     (
         "proved",
-        "with privacy: what a client sends is (ε, δ)-differentially private for each of its records (add/remove), at "
-        "the ε it has charged, up to the rounding of floats; codec, aggregator and whatever else comes after the noise "
-        "cost nothing.",
+        "with privacy: the messages of a client are (ε, δ)-differentially private for each of its records (add/remove) "
+        "at the ε that it has charged, up to the rounding of floats. Steps after the noise, such as codec and "
+        "aggregator, cost nothing.",
     ),
     (
         "proved",
-        "with user_privacy: the model is (ε, δ)-differentially private for each client. Neighbours differ by the key "
-        "relation: another update in the client's place (replacement), or an update of zero (zero-out). The party "
-        "adding the noise must be honest: the server, or with secure the clients. Of these, as many as the key "
-        "colluders says may tell the server their noise; if all but one of a sum may, each client adds all of it. "
-        'With where="client" each message is private by itself.',
+        "with user_privacy: the model is (ε, δ)-differentially private for each client. The key relation defines the "
+        "neighbours: any other update in the client's place (replacement), or an update of zero (zero-out). The party "
+        "adding the noise must be honest: the server, or with secure the clients. Up to colluders clients may reveal "
+        'their noise to the server. With where="client" each message is private by itself.',
     ),
 )
 
 
 def raw_about(summary: str, sends: str, paper: str, more: Sequence[tuple[str, str]] = (SUMMED, *PRIVATE)) -> About:
-    """What holds for a method that sends updates in the clear, and `more`."""
+    """Describe a method that sends updates in the clear, with further claims `more`."""
     return About(
         summary,
         sends,
-        server_sees="every client's update, exactly; from one record's gradient its input can be rebuilt",
+        server_sees="every client's exact update; inversion attacks can reconstruct inputs from it",
         network_sees="the same bytes, unless the transport encrypts them",
         claims=(
-            ("measured", "by others: inputs are rebuilt from updates by inversion. It protects nothing."),
+            ("measured", "by others: inversion attacks reconstruct inputs from updates. No protection."),
             *more,
         ),
         paper=paper,

@@ -1,4 +1,4 @@
-"""The papers' algorithms by name: FedAvg whose updates travel as synthetic points, or as codes that are averaged."""
+"""FedSynth, TOFU and FedAGE: FedAvg with the codec of the paper."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fedveil.methods.averaging import Averaging
 
 _EXPOSED = (
     "heuristic",
-    "the points look like noise, which is no guarantee: the server decodes each client's update from them, and the "
-    "decoded update is as exposed to inversion as a plain one.",
+    "the points look like noise. This is not a guarantee: the server decodes each client's update from them, and the "
+    "decoded update is as exposed to inversion as a raw one.",
 )
 _SEES = "the synthetic points of every client and, by decoding them, an approximation of its update"
 
@@ -68,19 +68,19 @@ class FedAge(Averaging):
         (
             (
                 "heuristic",
-                "the paper calls the decoder's error a Gaussian mechanism and derives an ε. It is none: the error is a "
-                "fixed function of the updates and no noise, the sensitivity lacks a factor √d, the scale n cancels, "
-                "and the server can decode each client. The ε of 'fedveil fedage pretrain' is the paper's heuristic.",
+                "the paper calls the decoder's error a Gaussian mechanism and derives an ε. This is wrong: the error is "
+                "a fixed function of the updates and not noise, the sensitivity lacks a factor √d, the scale n cancels, "
+                "and the server can decode each client. 'fedveil fedage pretrain' prints the paper's heuristic ε.",
             ),
             (
                 "measured",
-                "'fedveil fedage attack DIR' decodes each client's codes, and finds them by difference, as a server "
-                "can, and says how near the results are to the updates; a code that loses nothing is the control.",
+                "'fedveil fedage attack DIR' decodes each client's codes as a server could, directly and by difference, "
+                "and compares the results with the updates; the control is a lossless code.",
             ),
             (
                 "proved",
-                "with secure: of the codes the server learns the sum over the clients only, and can decode nobody's; "
-                "it still learns the largest magnitude in each update.",
+                "with secure: the server learns only the sum of the codes and cannot decode those of one client; it "
+                "still learns the largest magnitude in each update.",
             ),
             *PRIVATE,
         ),

@@ -28,7 +28,7 @@ class BaffleEpochs(Estimate, Averaging):
         server_sees="every client's update, or with secure their sum",
         network_sees="the same bytes, unless the transport encrypts them",
         claims=(
-            ("heuristic", "an update along estimated gradients is as exposed to inversion as their estimate is good."),
+            ("heuristic", "the better the estimated gradients, the more exposed is the update to inversion."),
             SUMMED,
             PRIVATE[1],
         ),
