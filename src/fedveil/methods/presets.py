@@ -68,14 +68,14 @@ class FedAge(Averaging):
         (
             (
                 "heuristic",
-                "the paper calls the decoder's error a Gaussian mechanism and derives an ε. This is wrong: the error is "
-                "a fixed function of the updates and not noise, the sensitivity lacks a factor √d, the scale n cancels, "
-                "and the server can decode each client. 'fedveil fedage pretrain' prints the paper's heuristic ε.",
+                "the paper calls the decoder's error a Gaussian mechanism and derives an ε. This is wrong: the error "
+                "is a fixed function of the updates and not noise, the sensitivity lacks a factor √d, the scale n "
+                "cancels, and the server can decode each client. 'fedveil fedage pretrain' prints that heuristic ε.",
             ),
             (
                 "measured",
-                "'fedveil fedage attack DIR' decodes each client's codes as a server could, directly and by difference, "
-                "and compares the results with the updates; the control is a lossless code.",
+                "'fedveil fedage attack DIR' decodes each client's codes as a server could, directly and by "
+                "difference, and compares the results with the updates; the control is a lossless code.",
             ),
             (
                 "proved",
