@@ -169,11 +169,11 @@ def tables() -> str:
     )
 
 
-HEAD = """# What goes with what
+HEAD = """# Combinations
 
-Every method that averages is put together from a trainer, a codec up, a codec down, a server optimizer, an aggregator,
-privacy and the secure sum. These tables show which of them work together. A number stands for the error that you get
-otherwise. The rules are the rows of `src/fedveil/methods/rules.py`; a test runs the combinations.
+A method that averages combines a trainer, a codec up, a codec down, a server optimizer, an aggregator, privacy and the
+secure sum. These tables show which of them work together. A number refers to an error message below the tables. The rules
+are the rows of `src/fedveil/methods/rules.py`; a test runs the combinations.
 """
 
 

@@ -1,4 +1,4 @@
-"""What goes with what: the one table that turns a combination of options into "fine" or one sentence.
+"""Rules: a table of the combinations of options that do not work, each with an error message.
 
 A row states a combination that does not work, and what to use instead. Rows look at what parts state of themselves
 (`additive`, `in_code_space`, `server_can_encode`, …), never at their types.
