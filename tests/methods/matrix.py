@@ -172,8 +172,8 @@ def tables() -> str:
 HEAD = """# Combinations
 
 A method that averages combines a trainer, a codec up, a codec down, a server optimizer, an aggregator, privacy and the
-secure sum. These tables show which of them work together. A number refers to an error message below the tables. The rules
-are the rows of `src/fedveil/methods/rules.py`; a test runs the combinations.
+secure sum. These tables show which of them work together. A number refers to an error message below the tables. The
+rules are the rows of `src/fedveil/methods/rules.py`; a test runs the combinations.
 """
 
 
