@@ -71,7 +71,7 @@ class Agreed:
         agreed, asked, scalars = self._agree(cohort, question)
         clients: Sequence[int]
         if self.how:
-            total = ask_sum(asked, agreed, self.how)
+            total = ask_sum(asked, agreed, self.how, number=int(self._sums_offers))
             clients, payloads = total.clients, [_mean(self.codec.payload, total)]
         else:
             usable = {k: answer for k, answer in asked.ask(agreed).items() if self._checks(asked, k, answer)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -121,17 +121,7 @@ class Decoded:
 
     def _answer(self, given: Given, stack: ClientStack, question: Any) -> list[Any]:
         w, x = given(stack, question)
-        base, seeds = w.expand(len(stack), -1), [stack.seeds("encoding")]
-        seeds += [stack.seeds(f"encoding {name}") for name in self.payloads.vectors[1:]]
-        parts = {
-            name: self.codec.encode(stack.task, base, x[name], own, stack)
-            for name, own in zip(self.payloads.vectors, seeds, strict=True)
-        }
-        if self.codec.lossy:
-            decoded = Vectors({name: self.codec.decode(stack.task, base, rows) for name, rows in parts.items()})
-            measure(stack, x, decoded)
-            for transform in self.transforms:
-                transform.sent(stack, x, decoded)
+        parts = encoded(self.codec, stack, w, x, self.transforms)
         records = stack.rows.counts.tolist() if self.counted else None
         return self.payloads.join(parts, {n: v.tolist() for n, v in x.scalars.items()}, records)
 
@@ -149,6 +139,23 @@ class Decoded:
     def forecast_compute(self, client: int) -> Compute:
         once = self.codec.for_client(client).forecast_compute()
         return sum([once] * (len(self.payloads.vectors) - 1), start=once)
+
+
+def encoded(
+    codec: Codec, stack: ClientStack, w: Tensor, x: Vectors, transforms: Sequence[Transform]
+) -> dict[str, list[Any]]:
+    """Payloads of each vector of clients that trained from `w` [d]. Transforms are told what the server will decode."""
+    base, purposes = w.expand(len(stack), -1), ["encoding", *(f"encoding {name}" for name in list(x.named)[1:])]
+    parts = {
+        name: codec.encode(stack.task, base, vectors, stack.seeds(purpose), stack)
+        for (name, vectors), purpose in zip(x.named.items(), purposes, strict=True)
+    }
+    if codec.lossy:
+        decoded = Vectors({name: codec.decode(stack.task, base, rows) for name, rows in parts.items()})
+        measure(stack, x, decoded)
+        for transform in transforms:
+            transform.sent(stack, x, decoded)
+    return parts
 
 
 def measure(stack: ClientStack, x: Vectors, decoded: Vectors) -> None:

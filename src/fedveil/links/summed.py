@@ -9,37 +9,43 @@ from typing import Any
 
 from torch import Tensor
 
-from fedveil.codecs.raw import Raw
+from fedveil.codecs.base import Codec
+from fedveil.core import schema
 from fedveil.core.cohort import Cohort
 from fedveil.core.forecast import Compute, Turn
 from fedveil.core.message import Answer, Question, Size
 from fedveil.core.method import Method, State
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
+from fedveil.links.decoded import encoded
 from fedveil.links.payloads import Payloads
 from fedveil.links.up import Answering, Given, Total
 from fedveil.privacy.secagg.server import ask_sum
 from fedveil.privacy.secagg.settings import SecureSum
+from fedveil.train.transforms import Transform
 
 
 @dataclass(frozen=True)
 class Summed:
-    """Raw vectors, summed under masks.
+    """Payloads that add up, summed under masks; their mean is decoded.
 
     counted: whether clients weigh by their records
     noised:  whether clients add noise inside the sum, which is then divided by a public number of clients
     """
 
+    codec: Codec
     how: SecureSum
     payloads: Payloads
     counted: bool = True
     noised: bool = False
+    transforms: tuple[Transform, ...] = ()
 
     @property
     def questions(self) -> tuple[type[Question], ...]:
         return ()
 
     def validate(self, task: Task) -> None:
+        self.codec.validate(task)
         self.how.validate(task, self.payloads.record)
 
     def broadcast(self, task: Task, state: State) -> dict[str, Tensor]:
@@ -50,10 +56,9 @@ class Summed:
         count = cohort.expected if self.noised else len(total.clients)
 
         def mean(name: str) -> Tensor:
-            field = self.payloads.field(name, "update")
-            if self.noised:
-                return (total.totals[field] / count).float().to(at.device)
-            return total.mean(field).to(at.device)
+            fields = {f: self.payloads.field(name, f) for f in schema.fields(self.codec.payload)}
+            values = {f: (total.totals[g] / count).float() if self.noised else total.mean(g) for f, g in fields.items()}
+            return self.codec.decode(cohort.task, at[None], [self.codec.payload(**values)])[0]
 
         return Total(mean, lambda name: mean(name) * count, count)
 
@@ -63,17 +68,17 @@ class Summed:
 
     def _answer(self, given: Given, stack: ClientStack, question: Any) -> list[Any]:
         w, x = given(stack, question)
-        parts = {name: Raw().encode(stack.task, w, rows, [], stack) for name, rows in x.named.items()}
+        parts = encoded(self.codec, stack, w, x, self.transforms)
         return self.payloads.join(parts, {}, stack.rows.counts.tolist() if self.counted else None)
 
     def reply(self, question: type[Question]) -> type[Answer]:
         return self.payloads.record
 
     def sizes(self, task: Task, question: type[Question], client: int) -> Mapping[str, Size]:
-        return task.sizes
+        return self.codec.sizes(task)
 
     def forecast_messages(self, method: Method, task: Task, question: Question, turn: Turn) -> list[Question]:
         return self.how.forecast_messages(method, task, question, turn)
 
     def forecast_compute(self, client: int) -> Compute:
-        return Compute()
+        return self.codec.forecast_compute()

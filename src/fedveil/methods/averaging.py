@@ -152,7 +152,8 @@ class Averaging(Method):
             answering = parts.up.answering({parts.down.question: partial(self.given, parts)})
             table |= {**parts.down.handlers, **answering.clear}
             for i, (own, answer) in enumerate(answering.summed):
-                sums[i:] = [({**(sums[i][0] if i < len(sums) else {}), **own}, answer)]
+                before = sums[i][0] if i < len(sums) else {}
+                sums[i : i + 1] = [({**before, **own}, answer)]
         return table | stages(self.parts.secure, *sums) if sums and self.parts.secure else table
 
     # ------------------------------------------------------------------------------------------------ what it takes

@@ -120,7 +120,8 @@ def assemble(m: Options, full: bool = False) -> Parts:
     if codec.in_code_space:
         up = Agreed(cast(AgreedCodec, codec), scalars, secure, feedback)
     elif secure and codec.payload.additive:
-        up = Summed(secure, Payloads(codec.payload, m.vectors, scalars, m.weighted), counted, noised=summed)
+        payloads = Payloads(codec.payload, m.vectors, scalars, m.weighted)
+        up = Summed(codec, secure, payloads, counted, noised=summed, transforms=feedback)
     else:
         aggregator = NoisySum(users) if users and trusted else m.aggregator
         payloads = Payloads(codec.payload, m.vectors, scalars, m.weighted)

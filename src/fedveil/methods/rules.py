@@ -111,7 +111,7 @@ RULES = (
     ),
     Rule(
         "private payloads that do not add up",
-        lambda m: _noised_sum(m) and m.secure and not m.up.payload.additive,
+        lambda m: _noised_sum(m) and m.secure and (m.up.lossy or not m.up.payload.additive),
         lambda m: (
             f"method.secure cannot sum {m.up.name}'s messages, so clients cannot share the noise; use another codec, "
             f"{CLIENT}"

@@ -20,6 +20,7 @@ from fedveil.privacy import SecureSum
 from fedveil.privacy.secagg import masks, shamir
 from fedveil.privacy.secagg.client import stages
 from fedveil.privacy.secagg.context import Context
+from fedveil.privacy.secagg.kept import OVER
 from fedveil.privacy.secagg.masks import FixedPoint
 from fedveil.privacy.secagg.records import Advertise, Deal, Mask, Masked, Share, Shared, Unmask, tensor
 from fedveil.privacy.secagg.server import ask_sum
@@ -149,6 +150,7 @@ class Driven:
     where: dict[int, Clients]
     run: bytes = bytes(8)
     quorum: int | None = None
+    numbers: dict[int, int] = field(default_factory=dict)
     keys: dict[int, Any] = field(default_factory=dict)
     shared: dict[int, Shared] = field(default_factory=dict)
     masked: dict[int, Masked] = field(default_factory=dict)
@@ -161,10 +163,15 @@ class Driven:
         frame = self.where[k].answer([letter(question, k, self.run)])[0].frame
         return message.unframe(frame, message.KINDS, len(frame))[0]
 
+    def number(self, k: int) -> int:
+        """The sum of the round that a client is at."""
+        return int(self.where[k].notes.get(k, {}).get(OVER, 0))
+
     def deal(self) -> Driven:
         ids = self.ids
         self.quorum = self.quorum or SecureSum().quorum(len(ids))
-        self.keys = {k: self.ask(Advertise(), k) for k in ids}
+        self.numbers = {k: self.number(k) for k in ids}
+        self.keys = {k: self.ask(Advertise(self.numbers[k]), k) for k in ids}
         parts = [torch.stack([getattr(self.keys[k], name) for k in ids]) for name in ("channel", "mask", "signature")]
         self.shared = {k: self.ask(Share(ids, self.quorum, *parts), k) for k in ids}
         for k in ids:
@@ -191,7 +198,10 @@ class Driven:
 
     def vector(self, k: int, own: bytes, mask: bytes) -> np.ndarray:
         """A client's elements without masks, from its two secrets."""
-        context, others = Context.of(self.run, 1, self.ids, self.quorum), [o for o in self.ids if o != k]
+        context, others = (
+            Context.of(self.run, 1, self.ids, self.quorum, self.number(k)),
+            [o for o in self.ids if o != k],
+        )
         vector, asked = self.masked[k].vector.clone().numpy().view(np.uint32), self.masked[k].asked.numpy().tobytes()
         met = masks.exchange(mask, (self.keys[o].mask.numpy().tobytes() for o in others))
         pairs = {o: context.pair_mask(each, asked, k, o) for o, each in zip(others, met, strict=True)}

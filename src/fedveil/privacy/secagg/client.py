@@ -79,14 +79,17 @@ class Summand:
         return f"{BASIS} {done}" if done else BASIS
 
     def advertise(self, stack: ClientStack, question: Advertise) -> list[Advertised]:
-        context = Context(stack.run, stack.round)
         answers, notes = [], []
         for client, note in zip(stack.clients, stack.notes, strict=True):
-            if note.get(OVER, 0) >= len(self.sums):
+            number: int = note.get(OVER, 0)
+            context = Context(stack.run, stack.round, number=number)
+            if number >= len(self.sums) or question.number < number:
                 raise Refused("wrong stage", f"client {client} has unmasked a sum in round {stack.round}")
+            if question.number > number:
+                raise Refused("wrong stage", f"client {client} is at sum {number} of the round, not {question.number}")
             note.pop(PENDING, None)
             channel_key, mask_key, own = (secrets.token_bytes(KEY) for _ in range(3))
-            kept = Secrets("keys", channel_key, mask_key, own)
+            kept = Secrets("keys", channel_key, mask_key, own, number=number)
             channel, mask = masks.public_key(channel_key), masks.public_key(mask_key)
             signature = stack.identities.sign(client, context.signed_keys(client, channel, mask))
             answers.append(Advertised(tensor(channel), tensor(mask), tensor(signature)))
@@ -99,7 +102,6 @@ class Summand:
             raise Refused("bad set", f"{question.quorum} of {n} clients are to be enough; that protects too little")
         if ids != sorted(set(ids)):
             raise Refused("bad set", "the clients are not listed once each, in ascending order")
-        context = Context.of(stack.run, stack.round, ids, question.quorum)
         t = self.how.threshold(n, question.quorum)
         near = graph.neighbourhoods(tuple(ids), self.how.degree(n), stack.seed)
         point = {k: x for x, k in enumerate(ids, 1)}
@@ -108,7 +110,7 @@ class Summand:
         for client, kept in zip(stack.clients, self._kept(stack, "keys"), strict=True):
             if client not in near:
                 raise Refused("bad set", f"client {client} advertised keys and is not listed")
-            holders = near[client]
+            holders, context = near[client], Context.of(stack.run, stack.round, ids, question.quorum, kept.number)
             keys = checked_keys(stack, context, client, kept, holders, question)
             points = [point[k] for k in holders]
             shares = [shamir.share(secret, t, points) for secret in (kept.own, kept.mask)]

@@ -11,7 +11,7 @@ from fedveil.privacy.secagg import masks
 from fedveil.privacy.secagg.records import MARK, Mask
 from fedveil.privacy.secagg.shamir import SHARE
 
-PROTOCOL = b"fedveil secure sum 2"
+PROTOCOL = b"fedveil secure sum 3"
 
 
 def digest(*parts: bytes, size: int = 32) -> bytes:
@@ -28,19 +28,20 @@ def listed(ids: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True)
 class Context:
-    """What keys and signatures are bound to: the protocol, the run and the round, and once they are known who takes
-    part and how many must stay."""
+    """What keys and signatures are bound to: the protocol, the run, the round and the number of the sum within it, and
+    once they are known who takes part and how many must stay."""
 
     run: bytes
     round: int
     ids: bytes = b""  # digest of U1, sorted, and of the quorum
+    number: int = 0  # sums of the round before this one
 
     @staticmethod
-    def of(run: bytes, round_: int, ids: Sequence[int], quorum: int) -> Context:
-        return Context(run, round_, digest(listed(ids), listed([quorum])))
+    def of(run: bytes, round_: int, ids: Sequence[int], quorum: int, number: int = 0) -> Context:
+        return Context(run, round_, digest(listed(ids), listed([quorum])), number)
 
     def info(self, purpose: str, *clients: int) -> bytes:
-        where = self.run + self.round.to_bytes(4, "little") + self.ids
+        where = self.run + self.round.to_bytes(4, "little") + bytes([self.number]) + self.ids
         return PROTOCOL + where + purpose.encode() + listed(clients)
 
     def asked(self, basis: bytes, question: Mask) -> bytes:
@@ -52,7 +53,7 @@ class Context:
 
     def signed_keys(self, client: int, channel: bytes, mask: bytes) -> bytes:
         """What a client signs when it advertises; U1 is not known then."""
-        return Context(self.run, self.round).info("keys", client) + channel + mask
+        return Context(self.run, self.round, number=self.number).info("keys", client) + channel + mask
 
     def signed_set(self, session: bytes, asked: bytes, alive: Sequence[int]) -> bytes:
         """What a client signs when it agrees on who is left, and on what all of them were asked."""

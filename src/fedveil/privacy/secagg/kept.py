@@ -35,9 +35,10 @@ class Secrets(msgspec.Struct, frozen=True):
     shared: list[int] = []  # who shared, and from the masked stage on U2
     asked: bytes = b""  # digest of what the masked vector was computed from
     alive: list[int] = []  # U3, once it was signed
+    number: int = 0  # sums of the round before this one
 
     def context(self, run: bytes, round_: int) -> Context:
-        return Context.of(run, round_, self.ids, self.quorum)
+        return Context.of(run, round_, self.ids, self.quorum, self.number)
 
     def sealed(self, key: bytes, about: bytes) -> bytes:
         return masks.seal(key, secrets.token_bytes(NONCE), msgspec.msgpack.encode(self), about)

@@ -51,9 +51,10 @@ class Advertised(Answer, frozen=True):
 
 @message.kind
 class Advertise(Question, frozen=True):
-    """Make two key pairs for this round."""
+    """Make two key pairs for this sum of the round."""
 
     reply = Advertised
+    number: Annotated[int, Meta(ge=0, le=255)] = 0  # sums of the round before this one
 
 
 @message.kind

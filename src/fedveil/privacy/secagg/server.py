@@ -36,11 +36,13 @@ from fedveil.privacy.secagg.settings import SecureSum, shapes
 from fedveil.privacy.secagg.total import Sum
 
 
-def ask_sum(cohort: Cohort, question: Question, how: SecureSum) -> Sum:
+def ask_sum(cohort: Cohort, question: Question, how: SecureSum, number: int = 0) -> Sum:
     """Ask every client of a cohort and learn the weighted sum of their answers, and nothing else of them.
 
     The method enters the question in its `handlers` through `client.stages`. Raises `BelowQuorum` where too few are
     left, and then learns nothing.
+
+    number: sums of this round before this one, to which keys and masks are bound
     """
     method, task, run = cohort.method, cohort.task, cohort.run
     kind, quorum = method.reply(question), how.quorum(len(cohort))
@@ -54,9 +56,9 @@ def ask_sum(cohort: Cohort, question: Question, how: SecureSum) -> Sum:
             )
 
     enough(cohort.ids, "keys")
-    keys = _honest(cohort, Context(run, cohort.round), cohort.exchange(Advertise(), "keys"))
+    keys = _honest(cohort, Context(run, cohort.round, number=number), cohort.exchange(Advertise(number), "keys"))
     enough(keys, "keys")
-    scene = _Scene(Context.of(run, cohort.round, tuple(keys), quorum), keys, how, quorum, cohort)
+    scene = _Scene(Context.of(run, cohort.round, tuple(keys), quorum, number), keys, how, quorum, cohort)
 
     shared = cohort.exchange(scene.routed_keys(), "shares")
     sharers = scene.reachable(shared, {})
