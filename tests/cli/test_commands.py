@@ -283,7 +283,7 @@ def test_a_finished_run_says_so_and_can_be_extended() -> None:
 def test_resume_uses_what_the_run_was_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
     good(run("a", "--stack", 1, "--debug", rounds=1))
     made: list[tuple[object, ...]] = []
-    engine = jobs.LocalTraining
+    engine = jobs.LocalEngine
     monkeypatch.setattr(jobs, "LocalEngine", lambda *args: made.append(args) or engine(*args))
     good(fv("resume", "a", "--rounds", 2))
     assert made == [(1, 1, True, False)]
@@ -523,7 +523,7 @@ def test_the_keys_of_a_method_are_written_as_in_a_recipe() -> None:
 
 def test_a_narrow_terminal_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell.out, "_width", 25)
-    assert "method.local.weight_decay  0.0" in good(fv("describe", "fedavg"))
+    assert "method.aggregator.byzantine  1" in good(fv("describe", "fedavg"))
 
 
 def test_a_checkpoint_is_shown_with_state_and_memories() -> None:

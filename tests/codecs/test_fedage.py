@@ -59,7 +59,7 @@ def test_a_code_that_loses_nothing_gives_the_mean_back(permute):
     updates = torch.randn(4, task.layout.size, generator=torch.Generator().manual_seed(0))
     codec = replace(LOSSLESS, permute=permute).at(float(updates.abs().max()), fv.Seed.root(3))
     payloads = codec.encode(task, updates, updates, [fv.Seed.root(k) for k in range(4)], None)
-    torch.testing.assert_close(codec.aggregator(task, payloads), updates.mean(0), atol=1e-3, rtol=0)
+    torch.testing.assert_close(codec.merge(task, payloads), updates.mean(0), atol=1e-3, rtol=0)
     torch.testing.assert_close(codec.decode(task, updates, payloads), updates, atol=1e-3, rtol=0)
 
 
@@ -69,7 +69,7 @@ def test_the_decoded_mean_of_real_updates_is_near_their_mean():
     for codec, least in ((LINEAR, 0.69), (SHIPPED, 0.66)):
         tuned = codec.at(float(updates.abs().max()), fv.Seed.root(3))
         payloads = tuned.encode(task, updates, updates, [fv.Seed.root(k) for k in range(5)], None)
-        assert float(torch.cosine_similarity(tuned.aggregator(task, payloads), updates.mean(0), 0)) > least
+        assert float(torch.cosine_similarity(tuned.merge(task, payloads), updates.mean(0), 0)) > least
 
 
 def test_over_shuffles_the_linear_code_is_unbiased_up_to_h_over_b():
@@ -80,7 +80,7 @@ def test_over_shuffles_the_linear_code_is_unbiased_up_to_h_over_b():
     found = []
     for k in range(600):
         tuned = codec.at(float(update.abs().max()), fv.Seed.root(k))
-        found.append(tuned.aggregator(task, tuned.encode(task, update, update, [fv.Seed.root(k)], None)))
+        found.append(tuned.merge(task, tuned.encode(task, update, update, [fv.Seed.root(k)], None)))
     means = torch.stack(found)
     error = means.std(0) / math.sqrt(len(means))
     assert float(((2 * means.mean(0) - update[0]) / (2 * error)).square().mean()) < 1.5
