@@ -89,8 +89,8 @@ def test_codes_are_summed_and_only_their_mean_is_decoded():
         (fv.Tofu(LOCAL), "but tofu's have to be decoded one by one"),
         (fv.FedAvg(LOCAL, fv.Qsgd()), "but qsgd's have to be decoded one by one"),
         (fv.Scaffold(LOCAL, fv.TopK()), "but top-k's have to be decoded one by one"),
-        (fv.FedAvg(LOCAL, aggregator=fv.Aggregator("median")), "aggregator.kind is 'median'"),
-        (fv.Tofu(LOCAL, aggregator=fv.Aggregator("krum"), full_rounds=1), "aggregator.kind is 'krum'"),
+        (fv.FedAvg(LOCAL, aggregator=fv.Aggregator("median")), "aggregator.kind is median"),
+        (fv.Tofu(LOCAL, aggregator=fv.Aggregator("krum"), full_rounds=1), "aggregator.kind is krum"),
     ],
     ids=["tofu", "qsgd", "top-k", "median", "krum"],
 )
