@@ -20,7 +20,7 @@ import torch
 import fedveil as fv
 from fedveil.runs import recipe
 
-RATES, ALPHAS = (0.05, 0.1, 0.2, 0.4, 0.8), (0.01, 0.03, 0.1)
+RATES, ALPHAS = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6), (0.03, 0.1, 0.3)
 TUNING, REPORTED = (10, 11, 12), (0, 1, 2)
 Setting = tuple[str, ...]
 

@@ -110,7 +110,7 @@ def test_changes_are_laid_on_top() -> None:
         ("cohort.deadline=inf", "'cohort.deadline' is inf; it must be a finite number"),
         ("split=iid", r"'split' holds several keys \(kind, .*\); write 'split.KEY'"),
         ("method.name=fedaverage", "there is no method 'fedaverage'; did you mean 'fedavg'?"),
-        ("method.name=[1]", r"there is no method '\[1\]'; known:"),
+        ("method.name=[1]", r"there is no method '\[1\]'"),
         ("task.loss=hinge", "task.loss is 'hinge'; use cross-entropy or next-character"),
         ("task.data_options=3", "'task.data_options' is 3; it must be a table"),
         ("cohort.kind=odd", "cohort.kind is 'odd'; use uniform, weighted or poisson"),

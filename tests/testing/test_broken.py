@@ -406,22 +406,40 @@ class Scaled(Answer, frozen=True):
 
 
 @dataclass(frozen=True)
-class Shrinking(fv.Codec):
-    """Half of an update, which a secure sum of updates is not."""
+class Cubed(fv.Codec):
+    """The cube of an update, although the mean of cubes is not the cube of the mean."""
 
-    name: ClassVar[str] = "toy-shrinking"
+    name: ClassVar[str] = "toy-cubed"
     payload: ClassVar[type[Answer]] = Scaled
+
+    def encode(self, task: fv.Task, w: Tensor, updates: Tensor, seeds: Any, stack: Any) -> list[Any]:
+        return [Scaled(row**3) for row in updates]
+
+    def decode(self, task: fv.Task, w: Tensor, payloads: Sequence[Any]) -> Tensor:
+        cubes = torch.stack([payload.update for payload in payloads])
+        return cubes.sign() * cubes.abs() ** (1 / 3)
+
+
+def test_a_codec_whose_payloads_do_not_add_up_is_told() -> None:
+    with pytest.raises(AssertionError, match=r"with `secure` the weights differ by .* from those in the clear"):
+        check_codec(enter(Cubed()))
+
+
+@dataclass(frozen=True)
+class Halved(Cubed):
+    """Half of an update, on the wire."""
+
+    name: ClassVar[str] = "toy-halved"
 
     def encode(self, task: fv.Task, w: Tensor, updates: Tensor, seeds: Any, stack: Any) -> list[Any]:
         return [Scaled(row / 2) for row in updates]
 
     def decode(self, task: fv.Task, w: Tensor, payloads: Sequence[Any]) -> Tensor:
-        return torch.stack([payload.update for payload in payloads])
+        return 2 * torch.stack([payload.update for payload in payloads])
 
 
-def test_a_codec_that_a_secure_sum_would_pass_over_is_told() -> None:
-    with pytest.raises(AssertionError, match=r"with `secure` the weights differ by .* from those in the clear"):
-        check_codec(enter(Shrinking()))
+def test_a_codec_of_ones_own_whose_payloads_add_up_is_summed_securely() -> None:
+    check_codec(enter(Halved()))
 
 
 @dataclass(frozen=True)

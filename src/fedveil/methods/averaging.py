@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -69,6 +69,10 @@ class Averaging(Method):
         if self.down is not None:
             object.__setattr__(self, "down", as_codec(self.down, "down"))
         rules.validate(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The options alone: parts are built again where the method arrives."""
+        return {option.name: getattr(self, option.name) for option in fields(self)}
 
     # ------------------------------------------------------------------------------------------------ what may differ
 
