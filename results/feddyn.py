@@ -13,12 +13,14 @@ import itertools
 import json
 import multiprocessing
 import statistics
+import subprocess
 from pathlib import Path
 
 import torch
 
 import fedveil as fv
 from fedveil.runs import recipe
+from fedveil.runs.fingerprint import environment
 
 RATES, ALPHAS = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6), (0.03, 0.1, 0.3)
 TUNING, REPORTED = (10, 11, 12), (0, 1, 2)
@@ -39,6 +41,12 @@ def accuracy(job: tuple[str, Setting, int, int | None]) -> float:
     plan = recipe.read(f"digits/{name}-classes", [*changes, f"seed={seed}", *short])
     result = fv.run(plan.build(), plan.method, rounds=plan.rounds, cohort=plan.cohort, seed=seed)
     return float(result.summary()["accuracy_last3"])
+
+
+def commit() -> str | None:
+    """The commit of the working tree, where it is one."""
+    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or None
 
 
 def main() -> None:
@@ -64,7 +72,9 @@ def main() -> None:
                 "mean": statistics.mean(last),
                 "deviation": statistics.stdev(last),
             }
-    options.out.write_text(json.dumps(found, indent=2) + "\n")
+    command = f"python results/feddyn.py --out results/feddyn.json --workers {options.workers}"
+    told = {"command": command, **environment(device="cpu", commit=commit()), "figures": found}
+    options.out.write_text(json.dumps(told, indent=2) + "\n")
     for name, row in found.items():
         print(f"{name}: {row['mean']:.4f} ± {row['deviation']:.4f} with {' '.join(row['chosen'])}")
 
