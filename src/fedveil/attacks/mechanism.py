@@ -206,8 +206,9 @@ def audit(
 
     secret: fixes the client's private randomness, for tests
     """
-    privacy = method.promise
-    assert isinstance(privacy, DpSgd)
+    if method.promise is None or method.promise.key != DpSgd.key:
+        raise ValueError(f"{method.name} promises no privacy for each record, so there is nothing to audit")
+    privacy = cast(DpSgd, method.promise)
     m = min(canaries, task.layout.size // 4)
     if m < 100:
         raise ValueError(f"{m} canaries tell nothing; there must be 100, and 4 weights for each")

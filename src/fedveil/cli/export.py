@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 from fedveil.cli import show
 from fedveil.cli.options import DataDir, Fetch, Format, Sets, Shown, argument, option
@@ -30,12 +30,12 @@ def export(
     from fedveil.methods.baffle.export import export as write
 
     plan = recipe.read(source, changes or ())
-    if not isinstance(plan.method, Baffle):
+    if plan.method.name != Baffle.name:
         raise ValueError(f"{source} is a recipe of {plan.method.name}, whose clients train; choose one of baffle")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already and not an empty folder; choose another -o")
     say("exporting the model; this takes some seconds")
-    told = write(plan.build(data_dir, fetch), plan.method, folder, quantise)
+    told = write(plan.build(data_dir, fetch), cast(Baffle, plan.method), folder, quantise)
     if format is Format.json:
         show.as_json(told)
     else:
