@@ -193,6 +193,7 @@ def test_what_it_will_cost_is_what_it_costs():
         assert (told["up"]["total"], told["down"]["total"]) == (spent["bytes_up"], spent["bytes_down"])
 
 
+@pytest.mark.slow
 def test_on_the_digits_it_ends_within_a_point_of_fedavg_with_or_without_drop_outs():
     plan, plain = recipe.read("digits/fedage"), recipe.read("digits/fedavg")
     best = fv.run(digits(), plain.method, rounds=20, cohort=plain.cohort).accuracy

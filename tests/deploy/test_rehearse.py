@@ -158,7 +158,7 @@ def questions(stage, client):
 
 def test_strangers_are_turned_away_and_a_node_that_is_killed_costs_one_answer(room):
     """All on one SuperLink. Without faults the deployment is where a simulation is, bit for bit."""
-    folder = deployed(room / "federation", "cohort.deadline=45", "rounds=2")
+    folder = deployed(room / "federation", "cohort.deadline=30", "rounds=2")
     keys.certificates(room)
     keys.node_key(room / "stranger")
     ledger = folder / "run" / "ledger.jsonl"
@@ -187,7 +187,7 @@ def test_strangers_are_turned_away_and_a_node_that_is_killed_costs_one_answer(ro
         rows = fv.Ledger.read(ledger).rows
         assert [sorted(row.up) for row in rows] == [["0", "1"], ["0"]]
         assert list(rows[1].missing) == ["1"]
-        assert re.match(r"late: no answer within 45 s|failed: Flower's error", rows[1].missing["1"])
+        assert re.match(r"late: no answer within 30 s|failed: Flower's error", rows[1].missing["1"])
         assert "accuracy" in rows[1].metrics
 
 

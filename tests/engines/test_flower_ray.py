@@ -69,7 +69,9 @@ def both(simulation, task, method, **more):
     return flower.ledger
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in ("fedavg", "scaffold") else pytest.mark.slow) for n in OWN]
+)
 def test_every_method_gives_the_same_weights_bit_for_bit(name, simulation, task):
     built_in = f"digits/{name}"
     method = recipe.read(built_in).method if built_in in recipe.names() else fv.METHODS[name]()

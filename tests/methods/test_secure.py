@@ -140,6 +140,7 @@ def test_attacks_that_succeed_on_codes_fail_on_what_a_secure_sum_shows():
     assert float(hidden.control.min()) > 0.999
 
 
+@pytest.mark.slow
 def test_on_the_digits_a_fifth_of_the_cohort_may_drop_out_of_the_sum():
     secure, plain = recipe.read("digits/fedavg-secure"), recipe.read("digits/fedavg", ["cohort.size=10"])
     done = {

@@ -263,6 +263,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(tmp_path):
 # ---------------------------------------------------------------------------------------------------- digits
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no client answered in round", "ignore:nothing was learned")
 def test_digits_are_learnt_under_the_secure_sum_with_drop_outs():
     plan = recipe.read("digits/baffle", ["method.batch=16"])
