@@ -1,5 +1,9 @@
 """Every combination of parts runs, or is refused with a sentence of the rule table."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
 import pytest
 import torch
 
@@ -79,3 +83,18 @@ def test_what_a_combination_costs_is_known_before_it_runs():
         assert told["up"]["total"] == sum(row.bytes_up for row in rows), cell
         assert told["down"]["total"] == sum(row.bytes_down for row in rows), cell
         assert told["passes"]["total"] == sum(row.passes for row in rows), cell
+
+
+@dataclass(frozen=True)
+class Telling(fv.Averaging):
+    """A method of somebody's own that sends a number beside its update."""
+
+    name: ClassVar[str] = "toy-telling"
+
+    scalars: ClassVar[Mapping[str, Any]] = {"norm": float}
+
+
+@pytest.mark.parametrize("options", [{"privacy": matrix.DP}, {"user_privacy": matrix.USER}, {"secure": fv.SecureSum()}])
+def test_numbers_in_the_clear_are_neither_private_nor_summed_securely(options):
+    with pytest.raises(rules.Mismatch, match="sends norm in the clear"):
+        Telling(**options)

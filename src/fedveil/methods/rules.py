@@ -97,6 +97,22 @@ RULES = (
         lambda m: f"{m.name} sends {m.up.name}'s codes in every round; set full_rounds to 0",
     ),
     Rule(
+        "private scalars",
+        lambda m: m.scalars and (m.privacy or m.user_privacy),
+        lambda m: (
+            f"{m.name} sends {' and '.join(m.scalars)} in the clear, which no clip bounds and no noise covers, so it "
+            "has no differential privacy; leave method.privacy and method.user_privacy out"
+        ),
+    ),
+    Rule(
+        "scalars beside a secure sum",
+        lambda m: m.scalars and m.secure,
+        lambda m: (
+            f"{m.name} sends {' and '.join(m.scalars)} in the clear, and a secure sum of updates does not carry them; "
+            "leave method.secure out"
+        ),
+    ),
+    Rule(
         "two promises",
         lambda m: m.privacy and m.user_privacy,
         lambda m: "method.privacy is for each record, method.user_privacy for each client; set one of them",
