@@ -148,7 +148,7 @@ class Averaging(Method):
     def _phase(self, rounds_left: int) -> Parts:
         return self.phases[-1] if rounds_left < self.full_rounds else self.parts
 
-    @property
+    @cached_property
     def handlers(self) -> Mapping[type[Question], Handler]:
         table: dict[type[Question], Handler] = {}
         sums: list[tuple[dict[type[Question], Handler], type[Answer]]] = []
