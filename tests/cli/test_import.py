@@ -110,3 +110,10 @@ def test_a_method_is_unknown_until_its_module_is_imported(home: Path) -> None:
 )
 def test_every_command_takes_it(home: Path, line: str, found: str) -> None:
     assert found in good(*line.split())
+
+
+def test_a_method_that_does_not_describe_itself_is_listed_by_its_docstring(home: Path) -> None:
+    source = (home / "mymethod.py").read_text()
+    (home / "mymethod.py").write_text(source.replace("fv.FedAvg", "fv.Averaging"))
+    assert "mine" in good("list", "methods", "--import", "mymethod")
+    assert "mine does not describe itself; state `about" in fv("describe", "mine", "--import", "mymethod").stderr

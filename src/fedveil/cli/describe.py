@@ -18,7 +18,7 @@ from fedveil.cli.options import (
 from fedveil.cli.shell import out
 from fedveil.codecs.base import Codec
 from fedveil.core.message import Refused
-from fedveil.core.method import METHODS
+from fedveil.core.method import METHODS, Method
 from fedveil.core.spelling import nearest
 from fedveil.runs import recipe
 from fedveil.runs.recipe import Recipe
@@ -30,7 +30,7 @@ def list_(what: Annotated[What, argument("methods|codecs|models|data|recipes")],
     Example: fedveil list recipes
     """
     tables: dict[What, Callable[[], dict[str, str]]] = {
-        What.methods: lambda: {name: method.about.summary for name, method in METHODS.items()},
+        What.methods: lambda: {name: _summary(method) for name, method in METHODS.items()},
         What.codecs: lambda: {name: _first_line(codec) for name, codec in Codec.registry.items()},
         What.models: lambda: {name: _first_line(model) for name, model in models.MODELS.items()},
         What.data: lambda: {name: _first_line(load) for name, load in data.SETS.items()},
@@ -41,6 +41,10 @@ def list_(what: Annotated[What, argument("methods|codecs|models|data|recipes")],
         show.as_json([{"name": name, "summary": summary} for name, summary in found.items()])
     else:
         show.pairs(found.items())
+
+
+def _summary(method: type[Method]) -> str:
+    return method.about.summary if hasattr(method, "about") else _first_line(method)
 
 
 def _first_line(thing: object) -> str:
@@ -64,6 +68,8 @@ def describe(method: Annotated[str, argument("METHOD")], format: Shown = Format.
         return _describe_codec(Codec.registry[method](), format)
     if method not in METHODS:
         raise ValueError(f"there is no method '{method}'{nearest(method, [*METHODS, *Codec.registry])}")
+    if not hasattr(METHODS[method], "about"):
+        raise ValueError(f"{method} does not describe itself; state `about: ClassVar[fv.About]` in its class")
     about, keys = METHODS[method].about, dict(_keys(METHODS[method](), "method"))
     if format is Format.json:
         claims = [{"kind": kind, "sentence": sentence} for kind, sentence in about.claims]

@@ -390,10 +390,11 @@ class TestPlantedMemory:
     """An inconsistent round that nobody unmasks, then a consistent one at dead weights: its sum is what the first one
     left in the victim's memory."""
 
-    METHOD = fv.FedAge(LOCAL, AGE, feedback=True, secure=SecureSum(server="malicious"))
+    def method(self) -> fv.Method:
+        return fv.FedAge(LOCAL, AGE, feedback=True, secure=SecureSum(server="malicious"))
 
     def planted(self, unscrupulous) -> Loot:
-        loot = unscrupulous(self.METHOD, _Rounds(dead_before(Train), _all_dead), rounds=2)
+        loot = unscrupulous(self.method(), _Rounds(dead_before(Train), _all_dead), rounds=2)
         assert not loot.row.missing, "the second round is consistent, and is summed"
         return loot
 
@@ -418,7 +419,7 @@ class TestPlantedMemory:
 
     def test_what_was_unmasked_is_remembered(self):
         engine = Transport()
-        fv.run(TASK, self.METHOD, rounds=1, cohort=N, engine=engine)
+        fv.run(TASK, self.method(), rounds=1, cohort=N, engine=engine)
         memory = engine._clients.memory
         assert all(memory.before(k, 2, 0)["feedback"].lost[0].any() for k in range(N))
 
