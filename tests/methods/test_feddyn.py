@@ -1,6 +1,7 @@
 """FedDyn's arithmetic by hand, and what it is for."""
 
 import numpy as np
+import pytest
 import torch
 
 import fedveil as fv
@@ -59,3 +60,8 @@ def test_it_converges_to_the_optimum_of_the_joint_loss_and_averaging_does_not():
     dyn, avg = (fv.run(task, m, rounds=100, cohort=2).weights for m in (fv.FedDyn(local, alpha=0.1), fv.FedAvg(local)))
     steep = [float(torch.linalg.norm(gradient(task, w, torch.arange(40)))) for w in (dyn, avg)]
     assert steep[0] < 1e-3 < 1e-2 < steep[1]
+
+
+def test_a_regularizer_of_zero_is_refused():
+    with pytest.raises(ValueError, match=r"method\.alpha is 0; it must be above 0"):
+        fv.run(linear_task(2), fv.FedDyn(alpha=0), rounds=1, cohort=2)

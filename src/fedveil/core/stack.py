@@ -65,6 +65,11 @@ class ClientStack:
         """What each client remembers of a part of the method; None: nothing yet."""
         return [memory.get(part) for memory in self.memory]
 
+    def vectors(self, part: str, field: str, like: Tensor) -> Tensor:
+        """Return a field of each client's slot, [C, d], on the device of `like` [d]; zeros where a client has none."""
+        held = self.slot(part)
+        return torch.stack([torch.zeros_like(like) if m is None else getattr(m, field).to(like) for m in held])
+
     def remember(self, part: str, records: Sequence[Record | None]) -> None:
         """What each client will find in this slot in a later round, if this answer goes through; None: what it has."""
         self.kept[part] = list(records)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fedveil.core import message
 from fedveil.core.cohort import Cohort
-from fedveil.core.message import Record, Weights
 from fedveil.core.method import About, State
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
@@ -22,11 +21,11 @@ from fedveil.train.vectors import Vectors
 
 
 @message.kind
-class Dual(Record, frozen=True):
+class Dual(message.Record, frozen=True):
     """A client's ∇L_k(θ_k) in its memory, or h in the server's state."""
 
     common = ()
-    value: Weights
+    value: message.Weights
 
 
 @dataclass(frozen=True)
@@ -43,15 +42,16 @@ class FedDyn(Averaging):
     alpha: float = 0.05
 
     def init_state(self, task: Task) -> State:
+        if self.alpha <= 0:
+            raise ValueError(f"method.alpha is {self.alpha:g}; it must be above 0")
         return super().init_state(task).put(self.name, Dual(torch.zeros_like(task.initial)))
 
     def correction(self, stack: ClientStack, question: Any, w: Tensor) -> Correction:
-        own = torch.stack([torch.zeros_like(w) if m is None else m.value.to(w) for m in stack.slot(self.name)])
+        own = stack.vectors(self.name, "value", w)
         return lambda v: self.alpha * (v - w) - own
 
     def trained(self, stack: ClientStack, question: Any, w: Tensor, trained: Trained) -> Vectors:
-        own = [torch.zeros_like(w) if m is None else m.value.to(w) for m in stack.slot(self.name)]
-        new = torch.stack(own) - self.alpha * trained.update
+        new = stack.vectors(self.name, "value", w) - self.alpha * trained.update
         stack.remember(self.name, [Dual(row) for row in new.cpu()])
         return super().trained(stack, question, w, trained)
 

@@ -70,7 +70,7 @@ class Scaffold(Averaging):
 
     def _own(self, stack: ClientStack, w: Tensor) -> Tensor:
         """c_k of each client, [C, d]."""
-        return torch.stack([torch.zeros_like(w) if m is None else m.control.to(w) for m in stack.slot(self.name)])
+        return stack.vectors(self.name, "control", w)
 
     def step(self, state: State, total: Total, cohort: Cohort) -> State:
         share = total.clients / len(cohort.task.clients)
