@@ -21,7 +21,7 @@ from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.links.decoded import measure
 from fedveil.links.payloads import Payloads
-from fedveil.links.up import Answering, Given, Total
+from fedveil.links.up import Answering, Given, Total, Uplink
 from fedveil.privacy.secagg.server import ask_sum
 from fedveil.privacy.secagg.settings import SecureSum
 from fedveil.train.aggregators import clamped
@@ -33,7 +33,7 @@ NOTE, SHARE = "vector", "share"  # what a client keeps from the first exchange t
 
 
 @dataclass(frozen=True)
-class Agreed:
+class Agreed(Uplink):
     """Two exchanges of an `AgreedCodec`: offers and what the cohort agrees on, then codes.
 
     scalars: numbers beside the offers, with their types

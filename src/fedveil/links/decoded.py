@@ -13,20 +13,20 @@ from torch import Tensor
 from fedveil.codecs.base import Codec
 from fedveil.codecs.fit import cosine
 from fedveil.core.cohort import Answers, Cohort
-from fedveil.core.forecast import Compute, Turn
+from fedveil.core.forecast import Compute
 from fedveil.core.message import Answer, Question, Refused, Size
-from fedveil.core.method import Method, State
+from fedveil.core.method import State
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.links.payloads import Payloads
-from fedveil.links.up import Answering, Given, Total
+from fedveil.links.up import Answering, Given, Total, Uplink
 from fedveil.train.aggregators import Aggregating, clamped, shortened
 from fedveil.train.transforms import Transform
 from fedveil.train.vectors import Vectors, joined
 
 
 @dataclass(frozen=True)
-class Decoded:
+class Decoded(Uplink):
     """Payloads of one codec, decoded and aggregated.
 
     counted:    whether updates are weighted by records; otherwise an answer says 1, or nothing
@@ -41,15 +41,8 @@ class Decoded:
     limited: bool = False
     transforms: tuple[Transform, ...] = ()
 
-    @property
-    def questions(self) -> tuple[type[Question], ...]:
-        return ()
-
     def validate(self, task: Task) -> None:
         self.codec.validate(task)
-
-    def broadcast(self, task: Task, state: State) -> dict[str, Tensor]:
-        return {}
 
     # ------------------------------------------------------------------------------------------------ the server
 
@@ -132,9 +125,6 @@ class Decoded:
 
     def sizes(self, task: Task, question: type[Question], client: int) -> Mapping[str, Size]:
         return self.codec.for_client(client).sizes(task)
-
-    def forecast_messages(self, method: Method, task: Task, question: Question, turn: Turn) -> list[Question]:
-        return [question]
 
     def forecast_compute(self, client: int) -> Compute:
         once = self.codec.for_client(client).forecast_compute()

@@ -19,14 +19,14 @@ from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.links.decoded import encoded
 from fedveil.links.payloads import Payloads
-from fedveil.links.up import Answering, Given, Total
+from fedveil.links.up import Answering, Given, Total, Uplink
 from fedveil.privacy.secagg.server import ask_sum
 from fedveil.privacy.secagg.settings import SecureSum
 from fedveil.train.transforms import Transform
 
 
 @dataclass(frozen=True)
-class Summed:
+class Summed(Uplink):
     """Payloads that add up, summed under masks; their mean is decoded.
 
     counted: whether clients weigh by their records
@@ -40,16 +40,9 @@ class Summed:
     noised: bool = False
     transforms: tuple[Transform, ...] = ()
 
-    @property
-    def questions(self) -> tuple[type[Question], ...]:
-        return ()
-
     def validate(self, task: Task) -> None:
         self.codec.validate(task)
         self.how.validate(task, self.payloads.record)
-
-    def broadcast(self, task: Task, state: State) -> dict[str, Tensor]:
-        return {}
 
     def collect(self, state: State, cohort: Cohort, question: Question, at: Tensor) -> Total:
         total = ask_sum(cohort, question, self.how)

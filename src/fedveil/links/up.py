@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -46,32 +46,42 @@ class Answering:
     summed: Sequence[tuple[Mapping[type[Question], Handler], type[Answer]]] = ()
 
 
-class Uplink(Protocol):
-    """The way up. An uplink owns the `questions` that follow the method's own."""
+class Uplink:
+    """The way up. An uplink owns the questions that follow the method's own."""
 
     @property
-    def questions(self) -> tuple[type[Question], ...]: ...
+    def questions(self) -> tuple[type[Question], ...]:
+        """Return the uplink's own questions; by default it asks none."""
+        return ()
+
+    def broadcast(self, task: Task, state: State) -> dict[str, Tensor]:
+        """Return the values of the codec's `extra`, which go down with the method's question."""
+        return {}
 
     def validate(self, task: Task) -> None:
-        """Raise a ValueError if it cannot work on this task."""
+        """Raise a ValueError if the uplink cannot work on this task."""
+        raise NotImplementedError
 
     def collect(self, state: State, cohort: Cohort, question: Question, at: Tensor) -> Total:
         """Ask the cohort, whose clients train from `at` [d]."""
+        raise NotImplementedError
 
     def answering(self, given: Mapping[type[Question], Given]) -> Answering:
-        """The handlers of these questions and of the uplink's own."""
-
-    def broadcast(self, task: Task, state: State) -> dict[str, Tensor]:
-        """What goes down with the method's question, by the names in `extra`."""
+        """Return the handlers of these questions and of the uplink's own."""
+        raise NotImplementedError
 
     def reply(self, question: type[Question]) -> type[Answer]:
-        """The kind of answer to one of its questions."""
+        """Return the type of the answer to a question."""
+        raise NotImplementedError
 
     def sizes(self, task: Task, question: type[Question], client: int) -> Mapping[str, Size]:
-        """What the dimension names in the question and its answer stand for."""
+        """Return the sizes behind the dimension names of a question and its answer."""
+        raise NotImplementedError
 
     def forecast_messages(self, method: Method, task: Task, question: Question, turn: Turn) -> list[Question]:
-        """What a client is asked so that the method's `question` gets its answer, without values."""
+        """Return every question of a turn that brings the answer to the method's `question`, without values."""
+        return [question]
 
     def forecast_compute(self, client: int) -> Compute:
-        """What encoding takes of a client."""
+        """Return the compute that encoding takes of a client."""
+        raise NotImplementedError

@@ -116,15 +116,14 @@ def assemble(m: Options, full: bool = False) -> Parts:
     weigh = (Weigh(equal),) if codec.in_code_space and m.weighted else ()
     secure = _secure(m, codec, equal)
     scalars, counted = tuple(m.scalars.items()), m.weighted and not equal
+    payloads = Payloads(codec.payload, m.vectors, scalars, m.weighted)
     up: Uplink
     if codec.in_code_space:
         up = Agreed(cast(AgreedCodec, codec), scalars, secure, feedback)
     elif secure and codec.payload.additive:
-        payloads = Payloads(codec.payload, m.vectors, scalars, m.weighted)
         up = Summed(codec, secure, payloads, counted, noised=summed, transforms=feedback)
     else:
         aggregator = NoisySum(users) if users and trusted else m.aggregator
-        payloads = Payloads(codec.payload, m.vectors, scalars, m.weighted)
         limited = m.limited and not trusted  # a median of the clients would let one change what others add to the sum
         up = Decoded(codec, payloads, aggregator, counted, limited, feedback)
     down = _down(None if full else m.down, TrainFull if full else Train, {**m.broadcasts, **codec.extra})
