@@ -12,20 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
-from flwr.common.serde import message_from_proto, message_to_proto
-from flwr.proto.message_pb2 import Message as Proto
-from flwr.serverapp import Grid
-from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor
 
 import fedveil as fv
 from fedveil.core.clients import Clients, Letter
 from fedveil.engines.flower import Flower, client_app, wire
-from fedveil.engines.flower import app as client_side
 from fedveil.methods.parts import Parts
 from fedveil.runs import recipe
+from fedveil.testing import grid
 from fedveil.train.vectors import Vectors
 
 
@@ -51,8 +47,8 @@ def made(task: fv.Task, method: fv.Method, seed: int = 0, secret: fv.Seed | None
     return Made(str(id(clients)), clients)
 
 
-class Nodes(Grid):
-    """Nodes in this process. Messages cross as bytes, and every one is answered as if by a process of its own.
+class Nodes(grid.Nodes):
+    """Nodes that misbehave on request.
 
     change: (node, reply) -> reply, None for a node that never answers, or an exception that Flower raises at the reply
     """
@@ -60,57 +56,22 @@ class Nodes(Grid):
     def __init__(
         self, app: ClientApp, partitions: Iterable[int], change: Callable[[int, Message], Any] | None = None
     ) -> None:
-        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 7, 1
-        self.app, self.change, self.replies = app, change, {}
-        self.contexts: dict[int, Context] = {}
+        super().__init__(app, partitions)
+        self.change = change
         self.questions: list[Message] = []
-        for partition in partitions:
-            self.join(partition, 1000 - 7 * partition)
 
-    def join(self, partition: Any, node: int) -> None:
-        self.contexts[node] = Context(7, node, {"partition-id": partition}, RecordDict(), {})
-
-    def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        numbers = []
-        for message in messages:
-            node, number = message.metadata.dst_node_id, str(len(self.replies))
-            message.metadata.__dict__["_message_id"] = number
-            client_side._made.clear()
-            crossed = _crossed(message)
-            if message.metadata.message_type == "train":
-                self.questions.append(crossed)
-            reply = self.app(crossed, self.contexts[node])
-            if self.change:
-                reply = self.change(node, reply)
-            self.replies[number] = _crossed(reply) if isinstance(reply, Message) else reply
-            numbers.append(number)
-        return numbers
+    def answer(self, node: int, question: Message) -> Any:
+        if question.metadata.message_type == "train":
+            self.questions.append(question)
+        reply = super().answer(node, question)
+        return self.change(node, reply) if self.change else reply
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        found = [self.replies[number] for number in message_ids]
+        found: list[Any] = super().pull_messages(message_ids)
         for reply in found:
             if isinstance(reply, Exception):
                 raise reply
         return [reply for reply in found if reply is not None]
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        return self.pull_messages(self.push_messages(messages))
-
-    def get_node_ids(self) -> Iterable[int]:
-        return set(self.contexts)
-
-    def set_run(self, run: Any) -> None: ...
-
-    def create_message(self, *_: Any, **__: Any) -> Message:
-        raise NotImplementedError
-
-    @property
-    def run(self) -> Any:
-        raise NotImplementedError
-
-
-def _crossed(message: Message) -> Message:
-    return message_from_proto(Proto.FromString(message_to_proto(message).SerializeToString()))
 
 
 # ---------------------------------------------------------------------------------------------------- one Ray

@@ -29,32 +29,40 @@ class _Made:
 
 
 class Nodes(Grid):
-    """A node for each client."""
+    """Nodes in this process, one for each partition."""
 
-    def __init__(self, app: ClientApp, clients: int) -> None:
-        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
-        self._app, self._replies = app, dict[str, Message]()
-        self._contexts = {1000 - k: Context(1, 1000 - k, {"partition-id": k}, RecordDict(), {}) for k in range(clients)}
+    def __init__(self, app: ClientApp, partitions: Iterable[int]) -> None:
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 7, 1
+        self.app, self.replies, self.contexts = app, dict[str, Any](), dict[int, Context]()
+        for partition in partitions:
+            self.join(partition, 1000 - 7 * partition)
+
+    def join(self, partition: Any, node: int) -> None:
+        self.contexts[node] = Context(7, node, {"partition-id": partition}, RecordDict(), {})
+
+    def answer(self, node: int, question: Message) -> Any:
+        """Return a node's reply, or whatever a test puts in its place."""
+        return self.app(question, self.contexts[node])
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         numbers = []
         for message in messages:
-            number = str(len(self._replies))
+            number = str(len(self.replies))
             message.metadata.__dict__["_message_id"] = number
             client_side._made.clear()  # every question meets a process that has just started
-            reply = self._app(_crossed(message), self._contexts[message.metadata.dst_node_id])
-            self._replies[number] = _crossed(reply)
+            reply = self.answer(message.metadata.dst_node_id, _crossed(message))
+            self.replies[number] = _crossed(reply) if isinstance(reply, Message) else reply
             numbers.append(number)
         return numbers
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        return [self._replies[number] for number in message_ids]
+        return [self.replies[number] for number in message_ids]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         return self.pull_messages(self.push_messages(messages))
 
     def get_node_ids(self) -> Iterable[int]:
-        return set(self._contexts)
+        return set(self.contexts)
 
     def set_run(self, run: Any) -> None: ...
 
@@ -71,7 +79,7 @@ class OnFlower:
 
     def open(self, clients: Clients) -> None:
         own = Clients(clients.method, clients.task, bytes(8), clients.seed, clients.secret, clients.identities)
-        grid = Nodes(client_app(_Made(own)), len(clients.task.clients))
+        grid = Nodes(client_app(_Made(own)), range(len(clients.task.clients)))
         self._engine = Flower(grid, simulated=True, tell=lambda sentence: None)
         self._engine.open(clients)
 
