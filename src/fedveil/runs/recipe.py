@@ -230,7 +230,8 @@ def _build(kind: type[Any], table: Any, path: str) -> Any:
         registry = kind.registry
         name = str(table.pop("name", getattr(kind, "name", None)))
         if name not in registry:
-            raise ValueError(f"there is no {what} '{name}'{nearest(name, registry)}")
+            own = "; one of your own needs --import MODULE"
+            raise ValueError(f"there is no {what} '{name}'{nearest(name, registry)}{own}")
         kind = registry[name]
     known, hints = keys(kind), typing.get_type_hints(kind)
     given: dict[str, Any] = {}
