@@ -333,13 +333,38 @@ def test_the_reference_has_every_file_of_a_run_folder(tmp_path):
 # ---------------------------------------------------------------------------------------------------- results
 
 
-@pytest.fixture(scope="module")
-def figures():
-    """results/figures.py as a module."""
-    spec = importlib.util.spec_from_file_location("figures", ROOT / "results" / "figures.py")
+def script(name):
+    """A script of results/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "results" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look for it
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def figures():
+    return script("figures")
+
+
+@pytest.fixture(scope="module")
+def ablations():
+    return script("ablations")
+
+
+def test_the_page_of_ablations_is_that_of_their_results(ablations):
+    """If not: python results/ablations.py --write"""
+    assert ablations.page() == read(ROOT / "results" / "ablations" / "README.md")
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "results" / "ablations").glob("*.toml")))
+def test_every_variant_of_an_ablation_is_a_recipe_and_has_three_seeds(name, ablations):
+    ablation = ablations.Ablation.read(name)
+    for variant in ablation.variants:
+        assert ablation.plan(variant, 1).seed == 1
+    told = ablation.results
+    assert {variant: len(runs) >= 3 for variant, runs in told["runs"].items()} == dict.fromkeys(ablation.variants, True)
+    assert told["commit"]
 
 
 @pytest.mark.parametrize("page", PAGES[:2], ids=name_of)
