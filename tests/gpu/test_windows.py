@@ -163,7 +163,7 @@ def compare_steps(device):
     goal, points, labels = torch.randn_like(weights), task.x.unflatten(0, (2, 10)), task.y.unflatten(0, (2, 10))
     mask = torch.ones(2, 10, device=device)
     steps = (
-        (partial(matched, task, 0.1), (weights, points, labels, goal)),
+        (partial(matched, task, 0.1, "averaged"), (weights, points, labels, goal)),
         (partial(_clipped_sum, task, 0.5), (weights, points, labels, mask)),
         (task.gradient, (weights, points, labels, mask)),
     )

@@ -132,7 +132,7 @@ def test_a_program_does_with_other_numbers_what_the_step_does(compile, monkeypat
         with torch.no_grad():
             return (task.stacked_losses(*given),)
 
-    steps = (partial(matched, task, 0.1), partial(_clipped_sum, task, 0.5), task.gradient, losses)
+    steps = (partial(matched, task, 0.1, "averaged"), partial(_clipped_sum, task, 0.5), task.gradient, losses)
     for step, *given in zip(steps, numbers(), numbers(), strict=True):
         with monkeypatch.context() as patch:
             patch.setattr(windows, "windows", _Windows.of)

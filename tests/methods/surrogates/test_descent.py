@@ -13,6 +13,10 @@ def test_rates_fall_to_nothing_along_half_a_cosine():
     assert rates(0.2, 1).tolist() == pytest.approx([0.2])
 
 
+def test_rates_of_a_plain_descent_stay():
+    assert rates(0.2, 3, "plain").tolist() == pytest.approx([0.2] * 3)
+
+
 def bowl(weights):
     """Half the squared norm."""
     return weights.clone(), weights.square().sum(1) / 2
@@ -62,6 +66,28 @@ def test_a_step_that_does_not_lower_the_loss_is_not_taken_and_halves_the_later_o
     assert seen == pytest.approx([1.0, -0.5, 0.25, -0.125])  # 0.15 from the second on
     assert weights[0].item() == pytest.approx(0.7**4)
     assert (taken.tolist(), tried.tolist()) == ([4, 3], [4, 4])
+
+
+def test_a_plain_descent_takes_every_step_until_it_is_out():
+    weights, rate = torch.tensor([[1.0]]), torch.full((4,), 0.3)
+
+    def steep(at):
+        return 10 * at, 5 * at[:, 0].square()
+
+    taken, tried = descend(weights, torch.zeros(1), 3.0, rate, steep, descent="plain")
+    assert weights.tolist() == [[pytest.approx(4.0)]]  # 1, -2, 4, which is out
+    assert taken.tolist() == tried.tolist() == [2]
+
+
+def test_a_plain_descent_does_not_go_where_the_loss_is_no_number():
+    weights, rate = torch.tensor([[1.0]]), torch.full((2,), 0.8)
+
+    def cliff(at):
+        return torch.ones_like(at), torch.where(at[:, 0] < 0.5, math.nan, at[:, 0])
+
+    taken, tried = descend(weights, torch.zeros(1), math.inf, rate, cliff, descent="plain")
+    assert weights.tolist() == [[pytest.approx(0.6)]]  # not 0.2; half of the rate is what leads there
+    assert (taken.tolist(), tried.tolist()) == ([1], [2])
 
 
 def test_a_loss_that_is_no_number_is_not_lower():

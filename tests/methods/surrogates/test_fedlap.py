@@ -157,6 +157,44 @@ def test_the_radius_is_where_the_real_loss_is_lowest_on_the_way():
     assert 0 < radius < max(away for _, away in seen)
 
 
+def test_a_set_that_only_raises_the_real_loss_has_no_radius():
+    """Images of the client's records with their labels swapped: every step on them does harm."""
+    task = task_of(sizes=(12,), hands=((0, 1),))
+    own = torch.from_numpy(task.clients[0])
+    x, y = task.x[own], task.y[own]
+    swapped = torch.cat([x[y == 1], x[y == 0]])[None], torch.cat([y[y == 0], y[y == 1]])[None]
+    method = FedLap(**{**SMALL, "steps": 40})
+    assert method.calibrated(stack_of(task), task.initial, *swapped).tolist() == [0.0]
+
+
+def test_refitting_goes_on_with_the_mean_gradient_of_each_pass():
+    """One place, its three gradients by hand, and the steps after the fit."""
+    task, labels = task_of(sizes=(12,), hands=((0, 1),)), torch.tensor([[0, 0, 1, 1]])
+    plain = FedLap(**{**SMALL, "batches": 3}, image_steps=2, momentum=0.0)
+    first = plain.start(stack_of(task), labels)
+    images = first.clone()
+    plain.fit(stack_of(task), task.initial, images, labels)
+    again = first.clone()
+    dataclasses.replace(plain, refits=2).fit(stack_of(task), task.initial, again, labels)
+    batches = Batches(stack_of(task), task.initial[None], plain.batch, 3, [(0, 0)], lambda x: x)
+    batches.begin(0)
+    goal = torch.stack([batches() for _ in range(3)]).mean(0)
+    for _ in range(2 * plain.image_steps):
+        images -= plain.image_lr * plain.slope(task, task.initial[None], images, labels, goal, torch.zeros(1))
+    assert torch.allclose(again, images, atol=1e-5)
+
+
+def test_refitting_is_free_and_looks_at_no_record():
+    task = task_of()
+    once, more = (FedLap(**SMALL, **PRIVATE, refits=refits) for refits in (0, 3))
+    assert once.client_cost(task) == more.client_cost(task)
+    stacks = [stack_of(task), stack_of(task)]
+    for method, stack in zip((once, more), stacks, strict=True):
+        stack.charge = lambda price: None
+        method.distil(stack, question(task, method))
+    assert stacks[0].passes == stacks[1].passes > 0
+
+
 def test_a_radius_is_measured_on_some_records_of_a_client_that_has_many(monkeypatch):
     task, method, seen = task_of(sizes=(12, 9), hands=((0, 1), (1, 2))), FedLap(**SMALL), []
     whole = task.stacked_losses
@@ -170,16 +208,16 @@ def test_a_radius_is_measured_on_some_records_of_a_client_that_has_many(monkeypa
     monkeypatch.setattr(task, "stacked_losses", watched)
     stack = stack_of(task)
     method.calibrated(stack, task.initial, torch.randn(2, 4, 4), torch.tensor([[0, 0, 1, 1], [1, 1, 2, 2]]))
-    assert [y.shape for y in seen] == [(2, 5)] * method.steps
+    assert [y.shape for y in seen] == [(2, 5)] * (1 + method.steps)
     assert all(torch.equal(y, seen[0]) for y in seen)
-    assert stack.passes == method.steps * 2 * 5
+    assert stack.passes == (1 + method.steps) * 2 * 5
 
 
 def test_a_client_that_left_its_radius_looks_at_no_more_records():
     task, stack = (made := task_of(sizes=(12, 9), hands=((0, 1), (1, 2)))), stack_of(made)
     method = FedLap(**SMALL, radius=1e-6)  # which the first step leaves
     method.calibrated(stack, task.initial, torch.randn(2, 4, 4), torch.tensor([[0, 0, 1, 1], [1, 1, 2, 2]]))
-    assert stack.passes == 12 + 9
+    assert stack.passes == 2 * (12 + 9)  # where it starts, and after the step
 
 
 def test_a_question_for_other_points_than_belong_to_the_classes_is_refused():

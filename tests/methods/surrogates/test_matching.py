@@ -26,6 +26,23 @@ def test_convolutions_have_a_row_for_each_output_channel():
     assert found.tolist() == pytest.approx([(1 - math.sqrt(0.5)) / 2])
 
 
+def test_the_papers_distance_sums_the_rows_of_weights_and_leaves_biases_out():
+    synthetic = torch.tensor([[1.0, 0, 0, 0, 3, 4, 1, 1]])
+    real = torch.tensor([[0.0, 2, 0, 0, 6, 8, 1, -1]])
+    # rows of the weight: orthogonal (1) and parallel (0), sum 1
+    found, slope = distance(LAYOUT, synthetic, real, 0.0, "paper")
+    assert found.tolist() == pytest.approx([1.0])
+    assert not slope[0, 6:].any()
+    assert distance(LAYOUT, synthetic, real, 0.1, "paper")[0].tolist() == pytest.approx([1 + 0.1 * 34])
+
+
+def test_without_a_cosine_there_is_the_squared_difference():
+    synthetic, real = torch.tensor([[1.0, 0, 0, 0, 3, 4, 1, 1]]), torch.tensor([[0.0, 2, 0, 0, 6, 8, 1, -1]])
+    found, slope = distance(LAYOUT, synthetic, real, 0.5, "mse")
+    assert found.tolist() == pytest.approx([17.0])
+    assert torch.equal(slope, synthetic - real)
+
+
 def test_clients_do_not_mix():
     draw = torch.Generator().manual_seed(0)
     a, b = torch.randn(5, 8, generator=draw), torch.randn(5, 8, generator=draw)
@@ -49,17 +66,19 @@ def test_a_row_that_is_rounding_beside_the_others_has_no_direction():
     assert 1e2 < float(slope[0, 6:].abs().max()) < 2e3  # its own norm would make it ten million
 
 
-@pytest.mark.parametrize("mse", [0.0, 0.1])
-@pytest.mark.parametrize("small", [1.0, 1e-6], ids=["of its own norm", "of the smallest that counts"])
-def test_its_slope_is_that_of_finite_differences(mse, small):
-    """Entries one by one, in float64. What is the smallest norm is a constant: here the rows above it make it."""
+@pytest.mark.parametrize(
+    ("mse", "kind", "small"),
+    [*((mse, "averaged", small) for mse in (0.0, 0.1) for small in (1.0, 1e-6)), (0.1, "paper", 1.0), (0.1, "mse", 1.0)],
+)
+def test_its_slope_is_that_of_finite_differences(mse, kind, small):
+    """With a row of its own norm, and with one of the smallest norm that counts. Entries one by one, in float64. What is the smallest norm is a constant: here the rows above it make it."""
     draw = torch.Generator().manual_seed(1)
     a, b = torch.randn(2, 3, 8, generator=draw, dtype=torch.float64)
     a[:, 6:] *= small
     step = torch.full((8,), 1e-6, dtype=torch.float64) * torch.tensor([1.0] * 6 + [small] * 2, dtype=torch.float64)
-    _, slope = distance(LAYOUT, a, b, mse)
+    _, slope = distance(LAYOUT, a, b, mse, kind)
     for entry in range(8) if small == 1 else (6, 7):
         change = torch.zeros(8, dtype=torch.float64)
         change[entry] = step[entry]
-        up, down = (distance(LAYOUT, a + sign * change, b, mse)[0] for sign in (1, -1))
+        up, down = (distance(LAYOUT, a + sign * change, b, mse, kind)[0] for sign in (1, -1))
         assert torch.allclose(slope[:, entry], (up - down) / (2 * step[entry]), atol=1e-6, rtol=1e-4)

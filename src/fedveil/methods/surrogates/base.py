@@ -24,7 +24,7 @@ from fedveil.core.method import Method, State
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.methods.surrogates.augment import strategies, validate
-from fedveil.methods.surrogates.descent import descend, rates
+from fedveil.methods.surrogates.descent import DESCENTS, descend, rates
 from fedveil.methods.surrogates.sets import SLOT, Classes, Distil, Last, Surrogate, WhichClasses, declared, held
 from fedveil.train.aggregators import clamped
 from fedveil.train.local import GRADIENT_CHUNK
@@ -44,6 +44,7 @@ class Surrogates(Method):
     radius: float = 10.0
     region: str = "min"
     steps: int = 100
+    descent: str = "monotone"
     lr: float = 0.1
     image_lr: float = 100.0
     momentum: float = 0.5
@@ -54,6 +55,7 @@ class Surrogates(Method):
         for name, known in (
             ("init", ("noise", "previous", "real")),
             ("region", ("min", "max", "median", "constant", "fixed")),
+            ("descent", DESCENTS),
             ("weighting", ("records", "equal")),
         ):
             if getattr(self, name) not in known:
@@ -162,7 +164,8 @@ class Surrogates(Method):
             slopes, losses = zip(*(task.fast_gradient(weights, *part) for part in parts), strict=True)
             return torch.stack(slopes).sum(0), torch.stack(losses).sum(0)
 
-        taken, _ = descend(weights, start, reach, rates(self.lr, self.steps), gradient)
+        steps = rates(self.lr, self.steps, self.descent)
+        taken, _ = descend(weights, start, reach, steps, gradient, descent=self.descent)
         moved: Tensor = torch.linalg.vector_norm(weights[0] - start)
         figures = {"moved": float(moved), "server_steps": float(taken)}
         if self.region != "fixed":
@@ -243,25 +246,31 @@ class Surrogates(Method):
 
     def calibrated(self, stack: ClientStack, w: Tensor, images: Tensor, labels: Tensor) -> Tensor:
         """r_k, [C]: how far from `w` [d] the real loss is lowest while training on the synthetic set (FedLAP-DP,
-        figure 2). The loss is that of at most `MEASURED` records, the same at every step."""
+        figure 2), 0 where no step lowers it. The loss is that of at most `MEASURED` records, the same at every step."""
         task = stack.task
         index, mask = measured(stack)
         weights, ones = w.expand(len(stack), -1).clone(), torch.ones_like(labels, dtype=torch.float32)
-        lowest = torch.full((len(stack),), math.inf, device=task.device)
-        radii = torch.zeros_like(lowest)
         losses = task.fused("losses", lambda *given: (task.stacked_losses(*given),))
 
         @torch.no_grad()
+        def real() -> Tensor:
+            loss: Tensor = (losses(weights, task.x[index], task.y[index])[0] * mask).sum(1) / mask.sum(1)
+            return loss
+
+        lowest = real().clone()
+        radii = torch.zeros_like(lowest)
+
         def watch(away: Tensor) -> None:
-            loss = (losses(weights, task.x[index], task.y[index])[0] * mask).sum(1) / mask.sum(1)
+            loss = real()
             radii.copy_(torch.where(loss < lowest, away, radii))
             lowest.copy_(torch.minimum(lowest, loss))
 
         def gradient(weights: Tensor) -> tuple[Tensor, ...]:
             return task.fast_gradient(weights, images, labels, ones)
 
-        _, tried = descend(weights, w, self.radius, rates(self.lr, self.steps), gradient, watch)
-        stack.passes += int(tried @ mask.sum(1))
+        steps = rates(self.lr, self.steps, self.descent)
+        _, tried = descend(weights, w, self.radius, steps, gradient, watch, self.descent)
+        stack.passes += int((1 + tried) @ mask.sum(1))
         return radii
 
     def likeness(self, stack: ClientStack, w: Tensor, images: Tensor, labels: Tensor) -> Tensor:
@@ -279,7 +288,7 @@ class Surrogates(Method):
 
     def measuring(self, turn: Turn) -> int:
         """The passes that `calibrated` takes, if it takes all its steps."""
-        return self.steps * min(MEASURED, turn.records) if self.measures else 0
+        return (1 + self.steps) * min(MEASURED, turn.records) if self.measures else 0
 
 
 def within(stack: ClientStack, labels: Sequence[Tensor]) -> Rows:

@@ -13,8 +13,13 @@ from fedveil.gpu.graphs import Loop
 CHECKED = 10  # steps between two looks at whether anybody is still within
 
 
-def rates(lr: float, steps: int) -> Tensor:
-    """A learning rate for each step, falling from `lr` to 0 along half a cosine: [steps]."""
+DESCENTS = ("monotone", "plain")
+
+
+def rates(lr: float, steps: int, descent: str = "monotone") -> Tensor:
+    """A learning rate for each step, [steps]: falling from `lr` to 0 along half a cosine, or "plain": always `lr`."""
+    if descent == "plain":
+        return torch.full((steps,), lr)
     return lr * (1 + torch.cos(torch.arange(steps) * (math.pi / steps))) / 2
 
 
@@ -25,12 +30,14 @@ def descend(
     rates: Tensor,
     gradient: Callable[[Tensor], tuple[Tensor, ...]],
     watch: Callable[[Tensor], None] | None = None,
+    descent: str = "monotone",
 ) -> tuple[Tensor, Tensor]:
     """A step of each of `rates` by `weights` [C, d], in place; who is `reach` away from `start` [d] stays there.
 
     `gradient` maps weights [C, d] to the gradient [C, d] and the loss [C] there. A step that does not lower the loss is
     not taken and halves that client's later ones: a rate that suits the first round overshoots in later ones, and a
-    small region can end before the loss falls again. `watch` gets the distances [C] after each step. Returns the steps
+    small region can end before the loss falls again. A "plain" descent takes every step that leads to a finite loss, as
+    FedLAP-DP's algorithms do. `watch` gets the distances [C] after each step. Returns the steps
     taken and those tried, [C] each.
     """
     away: Tensor = torch.linalg.vector_norm(weights - start, dim=1)
@@ -45,7 +52,7 @@ def descend(
         within = away < reach
         moved = weights - (rates.index_select(0, cursor) * scale * within)[:, None] * slope
         there, found = gradient(moved)
-        lower = within & (found < loss)
+        lower = within & (found.isfinite() if descent == "plain" else found < loss)
         weights.copy_(torch.where(lower[:, None], moved, weights))
         slope.copy_(torch.where(lower[:, None], there, slope))
         loss.copy_(torch.where(lower, found, loss))

@@ -20,7 +20,7 @@ from fedveil.gpu.graphs import Loop
 from fedveil.methods.surrogates.augment import Change, Siamese, same
 from fedveil.methods.surrogates.base import Surrogates
 from fedveil.methods.surrogates.descent import descend, rates
-from fedveil.methods.surrogates.matching import matched
+from fedveil.methods.surrogates.matching import DISTANCES, matched
 from fedveil.privacy.account import Account
 from fedveil.privacy.dpsgd import DpSgd, Gradients
 from fedveil.train.local import GRADIENT_CHUNK
@@ -37,11 +37,15 @@ class FedLap(Surrogates):
     image_steps:  R_b, steps of the images on a real batch
     model_steps:  R_l, steps of the weights on the synthetic set after a pass
     radius:       r, how far from the server's weights a trajectory goes
+    refits:       sweeps over the gradients that were taken, after the last trajectory; see `fit`
+    distance:     of gradients: "averaged" over a layer's rows, "paper" (eq. 10) or "mse", without a cosine distance
     mse:          λ, the weight of the squared difference beside the cosine distance
     region:       how far the server goes: the "min", "max" or "median" of the radii that clients measure; "constant":
                   as far as `radius`; "fixed": as far as all its steps lead
     steps:        the most steps of the server, and of a client that measures its radius
-    lr, model_lr: of the server's steps and of a trajectory's, falling to 0 along half a cosine
+    descent:      "monotone": rates fall to 0 along half a cosine, and a step that does not lower the loss is not taken;
+                  "plain": every step is taken at the same rate, as in the paper
+    lr, model_lr: of the server's steps and of a trajectory's
     image_lr, momentum: of images
     weighting:    a client counts by its "records" or "equal"
     augment:      strategies by which real and synthetic images of a step are changed alike (see augment.py)
@@ -72,6 +76,8 @@ class FedLap(Surrogates):
     passes: int = 5
     image_steps: int = 5
     model_steps: int = 0
+    refits: int = 0
+    distance: str = "averaged"
     mse: float = 0.1
     model_lr: float = 0.1
     privacy: DpSgd | None = None
@@ -81,8 +87,16 @@ class FedLap(Surrogates):
         for name in ("trajectories", "passes", "image_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"method.{name} is {getattr(self, name)}; it is at least 1")
-        if self.model_steps < 0 or self.mse < 0 or self.model_lr <= 0:
-            raise ValueError("method.model_steps and method.mse are 0 or more, and method.model_lr is above 0")
+        if min(self.model_steps, self.refits, self.mse) < 0 or self.model_lr <= 0:
+            raise ValueError("method.model_steps, refits and mse are 0 or more, and method.model_lr is above 0")
+        if self.distance not in DISTANCES:
+            raise ValueError(f"method.distance is '{self.distance}'; use {', '.join(DISTANCES)}")
+        if self.distance == "mse" and not self.mse:
+            raise ValueError('method.distance is "mse" and method.mse, its weight, is 0; set method.mse to 1')
+        if self.refits and self.augment:
+            raise ValueError(
+                "method.refits fits again to gradients of images as they were changed; leave method.augment empty"
+            )
         if self.privacy:
             self.validate_private()
 
@@ -97,6 +111,10 @@ class FedLap(Surrogates):
     def fit(self, stack: ClientStack, w: Tensor, images: Tensor, labels: Tensor) -> Tensor:
         """Follow trajectories from `w` [d] and fit `images` [C, points, …] in place along them (eqs. 11 and 12).
 
+        Then `refits` sweeps fit them again at the weights of each pass, to the mean of that pass's real gradients. This
+        looks at no record, so it costs nothing under differential privacy, and the mean of n noised gradients has a
+        variance n times lower than one of them.
+
         Returns the distance between the gradients at the last step, [C].
         """
         task, clients = stack.task, len(stack)
@@ -104,7 +122,7 @@ class FedLap(Surrogates):
         velocity, apart = torch.zeros_like(images), torch.zeros(clients, device=task.device)
         within = torch.ones(clients, *[1] * (images.dim() - 1), dtype=torch.bool, device=task.device)
         ones = torch.ones_like(labels, dtype=torch.float32)
-        falling = rates(self.model_lr, max(1, self.passes * self.model_steps))
+        falling = rates(self.model_lr, max(1, self.passes * self.model_steps), self.descent)
         passes = self.trajectories * self.passes
         change = Siamese(self.augment, task, stack.seeds("augment"), passes * self.batches)
 
@@ -113,8 +131,12 @@ class FedLap(Surrogates):
             velocity.copy_(torch.where(within, self.momentum * velocity + slope, velocity))
             images.sub_(velocity * within, alpha=self.image_lr)
 
+        def slopes(at: Tensor) -> tuple[Tensor, ...]:
+            return task.gradient(at, images, labels, ones)
+
         real = self.real(stack, weights, change)
-        total = passes * self.batches * self.image_steps
+        places: list[tuple[Tensor, ...]] = []
+        total = passes * (self.batches + self.refits) * self.image_steps
         aiming = Loop(lambda: goal.copy_(real()), passes * self.batches, task.device)
         fitting = Loop(step, total, task.device, (0, total))
         for trajectory in range(self.trajectories):
@@ -126,12 +148,23 @@ class FedLap(Surrogates):
                 if not within.any():
                     break
                 stack.passes += self.batches * real.records
+                mean = torch.zeros_like(goal)
                 for _ in range(self.batches):
                     aiming.run(1)
                     fitting.run(self.image_steps)
                     change.advance()
+                    if self.refits:
+                        mean.add_(goal, alpha=1 / self.batches)
+                if self.refits:
+                    places.append((weights.clone(), mean, within.clone()))
                 steps = falling[number * self.model_steps : (number + 1) * self.model_steps]
-                descend(weights, w, self.radius, steps, lambda at: task.gradient(at, images, labels, ones))
+                descend(weights, w, self.radius, steps, slopes, descent=self.descent)
+        stack.measure(trajectory=torch.linalg.vector_norm(weights - w, dim=1))
+        for _ in range(self.refits):
+            for place in places:
+                for tensor, taken in zip((weights, goal, within), place, strict=True):
+                    tensor.copy_(taken)
+                fitting.run(self.image_steps)
         return apart
 
     def slope(
@@ -147,7 +180,7 @@ class FedLap(Surrogates):
         """The gradient with respect to the images of their distance to `goal` [C, d]; that distance goes to `apart`."""
         points = images.detach().requires_grad_()
         changed = change(points)
-        fused = task.fused("image step", partial(matched, task, self.mse), self.mse)
+        fused = task.fused("image step", partial(matched, task, self.mse, self.distance), self.mse, self.distance)
         slope, found = fused(weights, changed.detach(), labels, goal)
         apart.copy_(found)
         (slope,) = torch.autograd.grad(changed, points, slope)
