@@ -68,10 +68,15 @@ def test_a_row_that_is_rounding_beside_the_others_has_no_direction():
 
 @pytest.mark.parametrize(
     ("mse", "kind", "small"),
-    [*((mse, "averaged", small) for mse in (0.0, 0.1) for small in (1.0, 1e-6)), (0.1, "paper", 1.0), (0.1, "mse", 1.0)],
+    [
+        *((mse, "averaged", small) for mse in (0.0, 0.1) for small in (1.0, 1e-6)),
+        (0.1, "paper", 1.0),
+        (0.1, "mse", 1.0),
+    ],
 )
 def test_its_slope_is_that_of_finite_differences(mse, kind, small):
-    """With a row of its own norm, and with one of the smallest norm that counts. Entries one by one, in float64. What is the smallest norm is a constant: here the rows above it make it."""
+    """With a row of its own norm, and with one of the smallest norm that counts, which is a constant here: the rows
+    above it make it. Entries one by one, in float64."""
     draw = torch.Generator().manual_seed(1)
     a, b = torch.randn(2, 3, 8, generator=draw, dtype=torch.float64)
     a[:, 6:] *= small
