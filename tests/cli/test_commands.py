@@ -463,6 +463,22 @@ def test_no_command_is_a_question_for_help() -> None:
     assert good(fv()) == good(fv("--help"))
 
 
+def test_describe_tells_which_of_the_papers_settings_are_not_the_defaults() -> None:
+    told = good(fv("describe", "fedlap", "--format", "json"))["as_printed"]
+    assert told["mnist/fedlap-paper"] == {
+        "method.steps": 1000,
+        "method.descent": "plain",
+        "method.distance": "paper",
+    }
+    assert told["mnist/fedlap-dp-paper"]["method.image_steps"] == 10
+    shown = fv("describe", "fedlap").stdout
+    assert (
+        "\nthe paper's settings, where they differ\n  recipe           cifar10/fedlap-paper, mnist/fedlap-paper\n"
+        in shown
+    )
+    assert good(fv("describe", "fedavg", "--format", "json"))["as_printed"] == {}
+
+
 @pytest.mark.parametrize("what", list(What))
 def test_lists(what: What) -> None:
     found = good(fv("list", what, "--format", "json"))

@@ -60,7 +60,7 @@ def _setting(plan: Recipe) -> str:
 def describe(method: Annotated[str, argument("METHOD")], format: Shown = Format.table) -> None:
     """Print what a method or codec sends, and its keys.
 
-    For a method, also print who sees it, and its labelled privacy claims.
+    For a method, also print who sees it, its labelled privacy claims, and which of the paper's settings differ.
 
     Example: fedveil describe scaffold
     """
@@ -73,12 +73,46 @@ def describe(method: Annotated[str, argument("METHOD")], format: Shown = Format.
     about, keys = METHODS[method].about, dict(_keys(METHODS[method](), "method"))
     if format is Format.json:
         claims = [{"kind": kind, "sentence": sentence} for kind, sentence in about.claims]
-        show.as_json({"name": method, **vars(about), "claims": claims, "keys": keys})
+        show.as_json({"name": method, **vars(about), "claims": claims, "keys": keys, "as_printed": _as_printed(method)})
         return
     words = [(name.replace("_", " "), text) for name, text in vars(about).items() if name not in ("claims", "paper")]
     show.pairs([("method", method), *words, *about.claims, ("paper", about.paper)])
     out.out("\nkeys for --set, with their defaults")
     show.pairs(_typed(METHODS[method](), "method"))
+    for names, changes in _grouped(_as_printed(method)):
+        out.out("\nthe paper's settings, where they differ")
+        show.pairs([("  recipe", ", ".join(names)), *((f"  {key}", value) for key, value in changes.items())])
+
+
+def _as_printed(method: str) -> dict[str, dict[str, Any]]:
+    """The recipes with the settings of the method's paper, and those of its keys that are not at their defaults."""
+    plans = {name: recipe.read(name) for name in recipe.names() if name.endswith("-paper")}
+    usual = METHODS[method]()
+    return {
+        name: dict(_changes(plan.method, usual, "method")) for name, plan in plans.items() if plan.method.name == method
+    }
+
+
+def _grouped(found: dict[str, dict[str, Any]]) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Recipes with the same changes together."""
+    for name, changes in found.items():
+        names = [other for other, same in found.items() if same == changes]
+        if names[0] == name:
+            yield names, changes
+
+
+def _changes(thing: Any, usual: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """What a recipe sets below `path` that is not as in `usual`."""
+    if type(thing) is not type(usual):
+        if hasattr(thing, "registry"):
+            yield f"{path}.name", thing.name
+        usual = type(thing)()
+    for part in dataclasses.fields(thing):
+        value, key = getattr(thing, part.name), f"{path}.{part.name}"
+        if dataclasses.is_dataclass(value):
+            yield from _changes(value, getattr(usual, part.name), key)
+        elif value != getattr(usual, part.name):
+            yield key, value
 
 
 def _typed(thing: Any, path: str) -> Iterator[tuple[str, str]]:
