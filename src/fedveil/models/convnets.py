@@ -115,24 +115,26 @@ class BaffleLeNet(nn.Sequential):
 
 
 class ConvNet(nn.Sequential):
-    """FedLAP's network: three blocks of 128 channels, each channel its own group (FedLAP-DP, figure 10).
+    """FedLAP's network: three blocks of `width` channels, each channel its own group (FedLAP-DP, figure 10).
 
     The figure has one linear layer on 2048 features, where section 6.1 speaks of two and of global average
     pooling; this is the figure. On 28×28 images the first convolution pads so that it still gives 32×32.
-    Weights with 10 classes: 317,706 on (1, 28, 28), 320,010 on (3, 32, 32).
+    Weights with 10 classes and the paper's width of 128: 317,706 on (1, 28, 28), 320,010 on (3, 32, 32).
     """
 
-    def __init__(self, input: tuple[int, ...], classes: int) -> None:
-        channels, height, width = image_shape("convnet", input, (28, 32), "of 28 or 32")
-        padding = (1 + (32 - height) // 2, 1 + (32 - width) // 2)
+    def __init__(self, input: tuple[int, ...], classes: int, width: int = 128) -> None:
+        channels, *sides = image_shape("convnet", input, (28, 32), "of 28 or 32")
+        down, across = (1 + (32 - side) // 2 for side in sides)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         for block in (1, 2, 3):
             first = block == 1
-            layers[f"conv{block}"] = nn.Conv2d(channels if first else 128, 128, 3, padding=padding if first else 1)
-            layers[f"norm{block}"] = nn.GroupNorm(128, 128)
+            layers[f"conv{block}"] = nn.Conv2d(
+                channels if first else width, width, 3, padding=(down, across) if first else 1
+            )
+            layers[f"norm{block}"] = nn.GroupNorm(width, width)
             layers[f"relu{block}"] = nn.ReLU()
             layers[f"pool{block}"] = nn.AvgPool2d(2)
-        super().__init__(layers | {"flatten": nn.Flatten(), "fc": nn.Linear(128 * 4 * 4, classes)})
+        super().__init__(layers | {"flatten": nn.Flatten(), "fc": nn.Linear(width * 4 * 4, classes)})
 
 
 class FedAgeCNN(nn.Sequential):
