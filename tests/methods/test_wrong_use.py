@@ -50,6 +50,12 @@ def test_what_is_no_method_is_told_by_run(given: Any, sentence: str) -> None:
         fv.run(linear_task(), given, rounds=1)
 
 
+@pytest.mark.parametrize("option", ["step", "trainer", "handlers"])
+def test_an_option_must_not_hide_a_function_of_the_method(option: str) -> None:
+    with pytest.raises(TypeError, match=f"Mine.{option} is an option with the name of a function; rename it"):
+        type("Mine", (fv.Averaging,), {"__annotations__": {option: float}, option: 0.1})
+
+
 @message.kind
 class Uncounted(Answer, frozen=True):
     update: Weights

@@ -48,6 +48,9 @@ class Method(Exchange):
     registry: ClassVar[dict[str, type[Method]]] = {}
 
     def __init_subclass__(cls) -> None:
+        for option in cls.__dict__.get("__annotations__", {}):
+            if hasattr(getattr(super(cls, cls), option, None), "__get__"):
+                raise TypeError(f"{cls.__name__}.{option} is an option with the name of a function; rename it")
         if "name" in cls.__dict__:
             cls.registry[cls.name] = cls
 
