@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -48,7 +49,7 @@ class Method(Exchange):
     registry: ClassVar[dict[str, type[Method]]] = {}
 
     def __init_subclass__(cls) -> None:
-        for option in cls.__dict__.get("__annotations__", {}):
+        for option in inspect.get_annotations(cls):
             if hasattr(getattr(super(cls, cls), option, None), "__get__"):
                 raise TypeError(f"{cls.__name__}.{option} is an option with the name of a function; rename it")
         if "name" in cls.__dict__:
