@@ -59,7 +59,8 @@ class FedLap(Surrogates):
     name: ClassVar[str] = "fedlap"
     about: ClassVar[About] = About(
         "Clients fit small synthetic sets to their gradients; the server trains on all of them within a trust region.",
-        sends="synthetic images, equally many of each class that it holds, a radius and the record count n_k",
+        sends="synthetic images, equally many of each class that it holds, a radius and the record count n_k; with "
+        "calibrate the norm of its gradient in each layer",
         server_sees="which classes each client holds; a distillate of its records: images whose gradients imitate "
         "theirs at the weights sent, from which an approximation of its update can be computed",
         network_sees="the same bytes, unless the transport encrypts them",
