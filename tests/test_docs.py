@@ -219,6 +219,7 @@ def hold(listed: dict[str, list[str]], expected: dict[str, object]) -> None:
         elif default is None:
             assert said == "none", key
         else:
+            default = list(default) if isinstance(default, tuple) else default
             assert tomllib.loads(f"v = {said}")["v"] == default, f"the default of {key} is {default}, not {said}"
 
 

@@ -225,3 +225,21 @@ def test_after_the_first_switch_the_update_is_as_long_as_its_proxies_are_true():
     assert lengths[4] < lengths[3]
     assert 0 < lengths[4] / lengths[3] < 1
     assert reached > 0
+
+
+def test_the_first_switch_scales_by_the_cosine_before_layers_are_rescaled():
+    """U_syn (1 − R_loss), section 3.4, by hand: points that do not move keep the cosine that they start with."""
+    task = linear_task()
+    weight, bias, true = task.initial[:6].view(2, 3), task.initial[6:], torch.linspace(1, -1, 8)
+    sent = {}
+    for round_ in (3, 4):
+        stack = fv.ClientStack(task, (0,), round_, fv.Seed.root(0), fv.Seed.root(0), [None], [{}])
+        codec = fv.TofuCodec(points=2, steps=1, lr=1e-7, cautious_after=3)
+        (sent[round_],) = codec.encode(task, task.initial[None], true[None], [fv.Seed.root(13)], stack)
+    x, y, alphas = sent[3].images, sent[3].labels, sent[3].alphas
+    error = alphas[:, None] * ((x @ weight.T + bias).softmax(1) - y)  # α (p - y)
+    along = -torch.cat([(error.T @ x).flatten(), error.sum(0)])
+    cosine = float(along @ true / (along.norm() * true.norm()))
+    assert 0.05 < cosine < 0.95
+    torch.testing.assert_close(sent[3].scales, torch.stack([true[:6].norm(), true[6:].norm()]))
+    torch.testing.assert_close(sent[4].scales, cosine * sent[3].scales, rtol=1e-4, atol=0)

@@ -183,6 +183,24 @@ def test_steps_instead_of_epochs_give_every_client_the_same_number():
     assert result.ledger.rows[0].passes == 15
 
 
+def test_the_rate_falls_after_the_rounds_that_are_listed():
+    """TOFU, section 4.1, with fewer rounds: 0.02 until round 2, × 0.2 until round 5, and × 0.2 again."""
+    local = fv.LocalTraining(lr=0.02, decay=0.2, decay_after=(2, 5))
+    assert [local.rate(t) for t in range(1, 8)] == pytest.approx([0.02, 0.02, 0.004, 0.004, 0.004, 0.0008, 0.0008])
+    assert fv.LocalTraining(lr=0.02, decay=0.2).rate(3) == pytest.approx(0.0008)
+
+
+def test_a_round_takes_its_rate_from_its_number_alone(two):
+    """A run of 3 rounds: 0.5, 0.5 and 0.1, by hand."""
+    local = fv.LocalTraining(lr=0.5, batch=100, decay=0.2, decay_after=(2,))
+    result = fv.run(two, fv.FedAvg(local=local), rounds=3, cohort=2)
+    w = two.initial
+    for lr in (0.5, 0.5, 0.1):
+        g = [gradient(two, w, two.clients[k])[0] for k in range(2)]
+        w = w - lr * (8 * g[0] + 16 * g[1]) / 24
+    torch.testing.assert_close(result.weights, w)
+
+
 @pytest.fixture(scope="module")
 def digits():
     return recipe.read("digits/fedavg").build()

@@ -290,7 +290,7 @@ def keys(kind: type[Any]) -> list[str]:
 def _called(hint: Any) -> str:
     """A type in a user's words."""
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    words |= {dict: "a table", list: "a list"}
+    words |= {dict: "a table", list: "a list", tuple: "a list"}
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return " or ".join(_called(t) for t in typing.get_args(hint) if t is not type(None))
     if typing.get_origin(hint) is typing.Literal:

@@ -32,7 +32,8 @@ class LocalTraining:
     momentum: float = 0.9  # also Adam's first moment
     beta2: float = 0.999
     weight_decay: float = 0.0
-    decay: float = 1.0  # lr is multiplied by it every round
+    decay: float = 1.0  # lr is multiplied by it after every round
+    decay_after: tuple[int, ...] = ()  # or after these rounds only
 
     def __post_init__(self) -> None:
         if self.optimizer not in ("sgd", "momentum", "adam"):
@@ -44,10 +45,16 @@ class LocalTraining:
                 "local.momentum and local.beta2 are from 0 to below 1, local.weight_decay is at least 0 and "
                 "local.decay above 0"
             )
+        if self.decay_after and (self.decay == 1 or [*self.decay_after] != sorted({0, *self.decay_after})[1:]):
+            raise ValueError(
+                f"local.decay_after is {[*self.decay_after]}, with local.decay {self.decay:g}; it lists rounds from 1 "
+                "in increasing order, and local.decay is the factor after each, so other than 1"
+            )
 
     def rate(self, round_: int) -> float:
-        """The learning rate of a round."""
-        return self.lr * self.decay ** (round_ - 1)
+        """The learning rate of a round, counted from 1."""
+        lowered = sum(round_ > after for after in self.decay_after) if self.decay_after else round_ - 1
+        return self.lr * self.decay**lowered
 
     def forecast_compute(self, records: int) -> Compute:
         """What `train` takes of a client with so many records."""

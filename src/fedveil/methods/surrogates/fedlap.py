@@ -13,14 +13,17 @@ from torch import Tensor
 
 from fedveil.core.capability import SECOND_DERIVATIVES
 from fedveil.core.forecast import Compute, Turn
+from fedveil.core.message import Answer, Question
 from fedveil.core.method import About
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.gpu.graphs import Loop
 from fedveil.methods.surrogates.augment import Change, Siamese, same
 from fedveil.methods.surrogates.base import Surrogates
+from fedveil.methods.surrogates.calibration import Calibrated, calibrated_slope, lengths
 from fedveil.methods.surrogates.descent import descend, rates
 from fedveil.methods.surrogates.matching import DISTANCES, matched
+from fedveil.methods.surrogates.sets import Distil, Surrogate
 from fedveil.privacy.account import Account
 from fedveil.privacy.dpsgd import DpSgd, Gradients
 from fedveil.train.local import GRADIENT_CHUNK
@@ -47,6 +50,7 @@ class FedLap(Surrogates):
                   "plain": every step is taken at the same rate, as in the paper
     lr, model_lr: of the server's steps and of a trajectory's
     image_lr, momentum: of images
+    calibrate:    clients send the norm of their gradient in each layer, and the server stretches its one step to them
     weighting:    a client counts by its "records" or "equal"
     augment:      strategies by which real and synthetic images of a step are changed alike (see augment.py)
     privacy:      real gradients are differentially private for each record, and charged
@@ -55,7 +59,8 @@ class FedLap(Surrogates):
     name: ClassVar[str] = "fedlap"
     about: ClassVar[About] = About(
         "Clients fit small synthetic sets to their gradients; the server trains on all of them within a trust region.",
-        sends="synthetic images, equally many of each class that it holds, a radius and the record count n_k",
+        sends="synthetic images, equally many of each class that it holds, a radius and the record count n_k; with "
+        "calibrate the norm of its gradient in each layer",
         server_sees="which classes each client holds; a distillate of its records: images whose gradients imitate "
         "theirs at the weights sent, from which an approximation of its update can be computed",
         network_sees="the same bytes, unless the transport encrypts them",
@@ -80,6 +85,7 @@ class FedLap(Surrogates):
     distance: str = "averaged"
     mse: float = 0.1
     model_lr: float = 0.1
+    calibrate: bool = False
     privacy: DpSgd | None = None
 
     def __post_init__(self) -> None:
@@ -96,6 +102,11 @@ class FedLap(Surrogates):
         if self.refits and self.augment:
             raise ValueError(
                 "method.refits fits again to gradients of images as they were changed; leave method.augment empty"
+            )
+        if self.calibrate and (self.steps != 1 or self.region != "fixed"):
+            raise ValueError(
+                "method.calibrate stretches one step of the server to norms at its weights; set method.steps to 1 and "
+                'method.region to "fixed"'
             )
         if self.privacy:
             self.validate_private()
@@ -200,13 +211,41 @@ class FedLap(Surrogates):
 
     def forecast_compute(self, turn: Turn) -> Compute:
         """Real records only: how many points there are depends on a client's classes."""
-        batches, size = self.trajectories * self.passes * self.batches, min(self.batch, turn.records)
+        batches = (self.trajectories * self.passes + self.calibrate) * self.batches
+        size = min(self.batch, turn.records)
         return Compute(batches * size + self.measuring(turn), vectors=8, held=min(GRADIENT_CHUNK, turn.records))
+
+    # ------------------------------------------------------------------------------------------------ calibration
+
+    def reply(self, question: Question) -> type[Answer]:
+        return Calibrated if self.calibrate and isinstance(question, Distil) else super().reply(question)
+
+    def distil(self, stack: ClientStack, question: Distil) -> list[Surrogate]:
+        """The sets; to calibrate, with the norms of the mean gradient of the first pass's batches."""
+        sets = super().distil(stack, question)
+        if not self.calibrate:
+            return sets
+        real = self.real(stack, question.weights.to(stack.task.device).expand(len(stack), -1), same)
+        mean = torch.stack([real() for _ in range(self.batches)]).mean(0)
+        stack.passes += self.batches * real.records
+        norms = lengths(stack.task.layout, mean).cpu()
+        return [Calibrated(s.images, s.labels, s.radius, s.records, n) for s, n in zip(sets, norms, strict=True)]
+
+    def optimise(self, task: Task, w: Tensor, sets: Sequence[Surrogate]) -> tuple[Tensor, dict[str, float]]:
+        if not self.calibrate:
+            return super().optimise(task, w, sets)
+        counts = [each.records if self.weighting == "records" else 1 for each in sets]
+        slope = calibrated_slope(task, w.to(task.device), sets, [n / sum(counts) for n in counts])
+        return w.to(task.device) - self.lr * slope, {"moved": self.lr * float(slope.norm()), "server_steps": 1.0}
 
     # ------------------------------------------------------------------------------------------------ privacy
 
     def validate_private(self) -> None:
         """Say which settings would let something of the records past the noise."""
+        if self.calibrate:
+            raise ValueError(
+                "method.calibrate sends norms of gradients without noise; leave it out with method.privacy"
+            )
         if self.init == "real":
             raise ValueError(
                 'method.init is "real", which sends records without noise; '

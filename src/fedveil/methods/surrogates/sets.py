@@ -40,7 +40,7 @@ class Surrogate(Answer, frozen=True):
     images: Images
     labels: Annotated[Tensor, Shape(("points",), torch.int16, 0, 2**15 - 1)]
     radius: Annotated[float, Meta(ge=0, le=1e6)]
-    records: Count = 1
+    records: Count
 
 
 @message.kind
