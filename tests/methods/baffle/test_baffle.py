@@ -223,6 +223,8 @@ def test_questions_that_are_summed_are_not_answered_in_the_clear():
     ("settings", "sentence"),
     [
         ({"law": "cauchy"}, "method.law is 'cauchy'; use gaussian or rademacher or orthogonal"),
+        ({"slices": "rows"}, "method.slices is 'rows'; use records or layers"),
+        ({"losses": "float16"}, "method.losses is 'float16'; use float64 or float32"),
         ({"directions": 0}, "method.directions is at least 1"),
         ({"weak": 200}, "method.weak from 1 to that"),
         ({"sigma": 0.0}, "method.sigma and method.clip are above 0"),

@@ -128,7 +128,7 @@ class Baffle(Estimate, Method):
         return (FORWARD_PASSES,)
 
     def init_state(self, task: Task) -> State:
-        self.places(task)
+        self.validate(task)
         if self.secure:
             self.secure.validate(task, Slopes)
         return self.server.init_state(task.initial)
