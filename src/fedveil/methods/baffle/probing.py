@@ -25,6 +25,7 @@ from fedveil.gpu.products import Products
 
 CPU_MEMORY = 16 << 20  # bytes: more is no faster, because caches are smaller
 CPU_WORDS = 1 << 14  # of directions, drawn at a time for the same reason
+LAYER_WORDS = 1 << 11  # the same where little memory is the point
 Rows = Iterable[tuple[slice, Tensor]]  # entries of directions: which, and their values [G, k, stop - start]
 
 
@@ -63,8 +64,9 @@ class Prober:
         total = w.new_zeros(len(w), self.directions.size)
         for rows, slope in self._walk(w, keys, x, y, share, count):
             for span, z in rows:
-                total[:, span].add_((slope @ z)[:, 0], alpha=1 / count)
-                del z  # before the next is regrown
+                along = z.mul_(slope) if self.by_layer else slope @ z  # of one direction: in its place
+                total[:, span].add_(along[:, 0], alpha=1 / count)
+                del z, along  # before the next is regrown
             del rows
         return self.spread(total)
 
@@ -110,7 +112,8 @@ class Prober:
         return int(torch.cuda.get_device_properties(self.task.device).total_memory) // 6
 
     def _rows(self, keys: Tensor, first: int, count: int, span: tuple[int, int] | None = None) -> Tensor:
-        piece = None if keys.is_cuda else max(1024, CPU_WORDS // (len(keys) * count))
+        words = LAYER_WORDS if self.by_layer else CPU_WORDS
+        piece = None if keys.is_cuda else max(1024, words // (len(keys) * count))
         rows: Tensor = self.directions.rows(torch, keys, first, count, piece, span)
         return rows
 
