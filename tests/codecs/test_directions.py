@@ -53,6 +53,16 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("piece", [None, 16])
+def test_entries_from_one_to_another_are_those_of_the_whole_direction(law, piece):
+    law = Directions.of(law, 201, 40)  # 101 cosines and 100 sines, or 4 words of signs
+    whole = law.rows(np, KEYS, 3, 2)
+    for start, stop in ((0, 201), (0, 7), (64, 65), (90, 101), (90, 130), (101, 102), (150, 201), (1, 200)):
+        found = law.rows(np, KEYS, 3, 2, piece, (start, stop))
+        np.testing.assert_allclose(found, whole[..., start:stop], atol=1e-6)
+
+
+@pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 200])
 def test_a_direction_does_not_depend_on_what_is_drawn_with_it(law, size):
     law = Directions.of(law, size, 40)

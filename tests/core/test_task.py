@@ -1,5 +1,6 @@
 """Any module as a pure function of a flat vector, and the models that cannot be one."""
 
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -36,6 +37,22 @@ def test_f_is_the_module_and_the_layout_names_its_slices():
     assert torch.equal(task.layout.join(parts), task.initial)
     doubled = task.f(2 * task.initial, x)
     assert not torch.allclose(doubled, model(x)), "f must use the weights it is given"
+
+
+def test_by_layer_weights_are_made_when_their_layer_runs_and_are_gone_after_it():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    task = task_with(model)
+    x, parts, asked, alive = torch.randn(6, 4), task.layout.split(2 * task.initial), [], []
+
+    def weights(name):
+        alive.append(sum(made() is not None for made in asked))
+        own = parts[name].clone()
+        asked.append(weakref.ref(own))
+        return own
+
+    assert torch.equal(task.by_layer(weights, x), task.f(2 * task.initial, x))
+    assert alive == [0, 1, 0, 1]  # a weight, with it a bias, then the next layer's
+    assert not any(made() is not None for made in asked)
 
 
 def test_tied_weights_are_one_slice():

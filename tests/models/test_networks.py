@@ -31,6 +31,7 @@ SIZES = [
 
 STACKED = [
     ("digits-cnn", (1, 8, 8), {}),
+    ("digits-cnn", (1, 8, 8), {"activation": "selu"}),
     ("lenet5", MNIST, {}),
     ("lenet5", CIFAR, {"activation": "sigmoid"}),
     ("mcmahan-cnn", MNIST, {}),

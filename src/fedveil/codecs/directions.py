@@ -64,29 +64,49 @@ class Directions:
         block = 1 << min(max(count - 1, 0).bit_length(), size.bit_length() - 1)
         return Directions(law, size, block)
 
-    def rows(self, xp: Any, keys: Any, first: int, count: int, piece: int | None = None) -> Any:
+    def rows(
+        self, xp: Any, keys: Any, first: int, count: int, piece: int | None = None, span: tuple[int, int] | None = None
+    ) -> Any:
         """Directions first … first + count - 1 of each of C keys (int64 [C]), float32 [C, count, n].
 
         `piece` is how many words of a direction are drawn at a time, which takes less memory than all of them.
+        `span` is from which entry of a direction to which: [C, count, stop - start] instead of all n.
         """
+        start, stop = span or (0, self.size)
         numbers = xp.arange(first, first + count, device=keys.device)[:, None]
         of = numbers // self.block if self.law == "orthogonal" else numbers
         per = -(-self.size // (2 if self.law == "gaussian" else 64))
-        rows = xp.empty((len(keys), count, self.size), dtype=xp.float32, device=keys.device)
-        for start in range(0, per, piece or per):
-            stop = min(start + (piece or per), per)
-            drawn = words(keys[:, None, None], of * per + xp.arange(start, stop, device=keys.device))
+        rows = xp.empty((len(keys), count, stop - start), dtype=xp.float32, device=keys.device)
+        begin, end = self._words(start, stop, per)
+        for low in range(begin, end, piece or end - begin):
+            high = min(low + (piece or end - begin), end)
+            drawn = words(keys[:, None, None], of * per + xp.arange(low, high, device=keys.device))
             if self.law == "gaussian":  # all cosines, then all sines
                 cosines, sines = _gaussians(xp, drawn)
-                rows[..., start:stop] = cosines
-                rows[..., per + start : per + stop] = sines[..., : self.size - per - start]
+                _put(rows, cosines, low - start)
+                _put(rows, sines, per + low - start)
             else:
-                part = slice(64 * start, min(64 * stop, self.size))
-                rows[..., part] = _signs(xp, drawn)[..., : part.stop - part.start]
+                signs = _signs(xp, drawn)
                 if self.law == "orthogonal":
-                    places = xp.arange(part.start, part.stop, device=keys.device)
-                    rows[..., part] *= _hadamard(xp, numbers % self.block, self.block)[:, places % self.block]
+                    places = xp.arange(64 * low, 64 * high, device=keys.device)
+                    signs = signs * _hadamard(xp, numbers % self.block, self.block)[:, places % self.block]
+                _put(rows, signs, 64 * low - start)
         return rows
+
+    def _words(self, start: int, stop: int, per: int) -> tuple[int, int]:
+        """From which word of a direction to which its entries start … stop - 1 are drawn."""
+        if self.law != "gaussian":
+            return start // 64, -(-stop // 64)
+        if start < per < stop:  # cosines from `start` on, sines up to `stop`
+            return 0, per
+        return (start, stop) if stop <= per else (start - per, stop - per)
+
+
+def _put(rows: Any, values: Any, at: int) -> None:
+    """Write values […, m] to rows from place `at` on, as far as there are such places."""
+    low, high = max(at, 0), min(at + values.shape[-1], rows.shape[-1])
+    if low < high:
+        rows[..., low:high] = values[..., low - at : high - at]
 
 
 def _gaussians(xp: Any, drawn: Any) -> tuple[Any, Any]:

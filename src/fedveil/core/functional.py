@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,29 +21,64 @@ class Pure:
         self._model, self._local = model, threading.local()
 
     def __call__(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        model, places = self._own()
+        try:
+            for module, name, layer in places:
+                module._parameters[name] = weights[layer]  # type: ignore[assignment]
+            out: Tensor = model(x)
+            return out
+        finally:
+            _clear(places)
+
+    def by_layer(self, weights: Callable[[str], Tensor], x: Tensor) -> Tensor:
+        """The same, where the weights of a layer are made when its module runs, and let go when it has run."""
+        model, places = self._own()
+        own: dict[nn.Module, list[_Place]] = {}
+        for place in places:
+            own.setdefault(place[0], []).append(place)
+
+        def put(module: nn.Module, _: Any) -> None:
+            for _, name, layer in own[module]:
+                module._parameters[name] = weights(layer)  # type: ignore[assignment]
+
+        def drop(module: nn.Module, *_: Any) -> None:
+            _clear(own[module])
+
+        hooks = [module.register_forward_pre_hook(put) for module in own]
+        hooks += [module.register_forward_hook(drop) for module in own]
+        try:
+            out: Tensor = model(x)
+            return out
+        finally:
+            for hook in hooks:
+                hook.remove()
+            _clear(places)
+
+    def _own(self) -> tuple[nn.Module, list[_Place]]:
+        """This thread's module, and where its weights go."""
         if not hasattr(self._local, "model"):
             self._local.model = copy.deepcopy(self._model)
             self._local.places = _places(self._local.model)
-        places: list[tuple[dict[str, Any], str, str]] = self._local.places
-        try:
-            for holder, name, layer in places:
-                holder[name] = weights[layer]
-            out: Tensor = self._local.model(x)
-            return out
-        finally:
-            for holder, name, _ in places:
-                holder[name] = None  # or the module would keep the graph alive
+        return self._local.model, self._local.places
 
 
-def _places(model: nn.Module) -> list[tuple[dict[str, Any], str, str]]:
-    """Where each parameter is kept, under which name, and its layer's name; tied ones are kept in several places."""
+_Place = tuple[nn.Module, str, str]  # a module, the name of a parameter that it keeps, and that parameter's layer
+
+
+def _places(model: nn.Module) -> list[_Place]:
+    """Where each parameter is kept; tied ones are kept in several places."""
     layers = {id(parameter): name for name, parameter in model.named_parameters()}
     return [
-        (module._parameters, name, layers[id(parameter)])
+        (module, name, layers[id(parameter)])
         for module in model.modules()
         for name, parameter in module._parameters.items()
         if parameter is not None
     ]
+
+
+def _clear(places: Iterable[_Place]) -> None:
+    for module, name, _ in places:
+        module._parameters[name] = None  # or the module would keep the graph alive
 
 
 def first_line(error: Exception) -> str:

@@ -71,6 +71,10 @@ class Task:
         """The model as a pure function: weights [d], inputs [B, *input] -> logits [B, K] (or [B, T, K])."""
         return self._pure(self.layout.split(w), x)
 
+    def by_layer(self, weights: Callable[[str], Tensor], x: Tensor) -> Tensor:
+        """The same, where `weights` gives a layer's weights [*shape] by its name; it is asked when that layer runs."""
+        return self._pure.by_layer(weights, x)
+
     def losses(self, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """The loss of each record, [B]."""
         return self.loss(self.f(w, x), y)

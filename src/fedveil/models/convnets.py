@@ -19,20 +19,21 @@ _MULTIPLES_OF_4 = range(4, sys.maxsize, 4)
 class DigitsCNN(nn.Sequential):
     """A smooth network for 8×8 digits; (1, 8, 8) to 10 classes: 20,010 weights.
 
-    Tanh and average pooling, because matching gradients (TOFU, FedSynth, FedLAP) differentiates twice, and
-    the kinks of ReLU and max-pooling disturb it most where a network is this small.
+    Tanh by default and average pooling, because matching gradients (TOFU, FedSynth, FedLAP) differentiates
+    twice, and the kinks of ReLU and max-pooling disturb it most where a network is this small.
     """
 
-    def __init__(self, input: tuple[int, ...], classes: int) -> None:
+    def __init__(self, input: tuple[int, ...], classes: int, activation: str = "tanh") -> None:
         channels, _, _ = image_shape("digits-cnn", input, (8,), "of 8")
+        act = activation_named(activation)
         super().__init__(
             OrderedDict(
                 conv=nn.Conv2d(channels, 16, 3),
-                tanh1=nn.Tanh(),
+                act1=act(),
                 pool=nn.AvgPool2d(2),
                 flatten=nn.Flatten(),
                 fc1=nn.Linear(16 * 3 * 3, 128),
-                tanh2=nn.Tanh(),
+                act2=act(),
                 fc2=nn.Linear(128, classes),
             )
         )

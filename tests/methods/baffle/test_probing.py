@@ -1,6 +1,7 @@
 """Slopes and estimated gradients: what they converge to, what they hold, and that nothing is differentiated."""
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
@@ -101,6 +102,75 @@ def test_slopes_do_not_depend_on_how_many_run_at_once():
     assert one.chunk(4, x.shape[1]) == (1, 1)
     assert all_.chunk(4, x.shape[1])[0] > 8
     assert torch.allclose(one.slopes(*arguments), all_.slopes(*arguments), atol=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["forward", "central"])
+@pytest.mark.parametrize("places", [None, [6, 7]])
+def test_slices_by_layer_give_the_same_slopes_and_gradients(scheme, places):
+    task = linear_task(uneven=True)
+    x, y, mask = batch(task)
+    share = (mask / mask.sum(1, keepdim=True))[..., None]
+    w, keys = task.initial + torch.arange(4.0)[:, None] / 10, torch.tensor([1, 2, 3, 4])
+    size, where = (8, None) if places is None else (2, torch.tensor(places))
+    whole = Prober(task, Directions.of("gaussian", size, 8), 1e-2, scheme, where)
+    sliced = dataclasses.replace(whole, by_layer=True, memory=1)
+    assert sliced.chunk(4, x.shape[1]) == (1, 1)
+    assert torch.allclose(
+        sliced.slopes(w, keys, x, y, share, 8), whole.slopes(w, keys, x, y, share, 8), rtol=1e-4, atol=1e-4
+    )
+    found, expected = (made.gradient(w, keys, x, y, mask, 8) for made in (sliced, whole))
+    assert torch.allclose(found, expected, atol=1e-4)
+    assert expected.abs().max() > 0.1
+
+
+def test_slices_by_layer_give_a_deep_networks_slopes(wide):
+    x, y, _ = batch(wide)
+    how = {"directions": 3, "sigma": 1e-3}
+    arguments = wide.initial[None], torch.tensor([7]), x[:, :8], y[:, :8], torch.full((1, 8, 1), 1 / 8), 3
+    with forward_only(CPU):
+        whole, sliced = (fv.Baffle(slices=s, **how).prober(wide).slopes(*arguments) for s in ("records", "layers"))
+    assert torch.allclose(sliced, whole, rtol=1e-2, atol=1e-2)
+    assert whole.abs().min() > 0.1
+
+
+def test_a_model_whose_layers_use_each_others_weights_is_not_sliced_by_layer():
+    class Borrows(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own, self.lent = torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.own(x) @ self.lent.weight.T + self.lent.bias
+
+    base = linear_task(clients=1)
+    task = fv.Task(Borrows(), base.data, base.clients)
+    fv.Baffle().init_state(task)
+    with pytest.raises(ValueError, match=r"method.slices is 'layers', but a layer of this model .*; use records"):
+        fv.Baffle(slices="layers").init_state(task)
+
+
+def test_mean_losses_in_float32_are_compared_as_in_the_paper():
+    """A slope is then a whole number of float32 steps of the loss by σ; losses in float64 are finer."""
+    task = linear_task(clients=1)
+    x, y, mask = batch(task)
+    share = (mask / mask.sum(1, keepdim=True))[..., None]
+    sigma, coarse = 2.0**-13, {}
+    for losses in (torch.float32, torch.float64):
+        made = prober(task, sigma=sigma, scheme="forward", losses=losses)
+        coarse[losses] = made.slopes(task.initial[None], torch.tensor([1]), x, y, share, 8)[0, 0]
+    z = made.directions.rows(torch, torch.tensor([1]), 0, 8)[0]
+
+    def loss(w):  # in float32 throughout
+        logits = x[0] @ w[:6].view(2, 3).T + w[6:]
+        return torch.nn.functional.cross_entropy(logits, y[0])
+
+    by_hand = torch.stack([loss(task.initial + sigma * v) - loss(task.initial) for v in z]) / sigma
+    step = 2.0**-24 / sigma  # of a loss from 0.5 to 1
+    assert 0.5 < loss(task.initial) < 1
+    assert torch.equal(coarse[torch.float32] / step, (coarse[torch.float32] / step).round())
+    assert not torch.equal(coarse[torch.float64] / step, (coarse[torch.float64] / step).round())
+    assert (coarse[torch.float32] - by_hand).abs().max() < 4.1 * step
+    assert torch.allclose(coarse[torch.float32], coarse[torch.float64], atol=6 * step)
 
 
 def test_a_model_that_cannot_be_stacked_is_probed_one_direction_at_a_time():
@@ -206,6 +276,13 @@ def test_memory_does_not_grow_with_the_number_of_directions():
     method = fv.Baffle(directions=500, memory=4)
     few, many = (held(method, task, count) for count in (50, 500))
     assert many < 1.1 * few
+
+
+def test_slices_by_layer_hold_no_second_copy_of_the_weights(wide):
+    size = 4 * wide.layout.size
+    bytes_ = {s: held(fv.Baffle(memory=1, batch=4, slices=s), wide, 1) for s in ("records", "layers")}
+    assert bytes_["records"] > 2 * size  # a direction and the weights that it is added to
+    assert bytes_["layers"] < bytes_["records"] - size
 
 
 def test_a_client_holds_a_tenth_of_what_backpropagation_does(wide):

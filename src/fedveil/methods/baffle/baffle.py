@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 import torch
+import torch.nn.functional as F
 from msgspec import Meta
 from torch import Tensor
 
@@ -113,10 +114,9 @@ class Baffle(Estimate, Method):
             raise ValueError(f"method.batch is {self.batch}; it is at least 1; leave it out for all records")
         if self.down == "replay" and self.seeds != "shared":
             raise ValueError('method.down is "replay", which repeats K shared slopes; it needs seeds "shared"')
-        if self.secure and (self.weak is not None or self.seeds == "own"):
+        if self.secure and self.seeds == "own":
             raise ValueError(
-                "method.secure sums what all clients have along the same directions; "
-                'set method.seeds="shared" and leave method.weak out'
+                'method.secure sums what all clients have along the same directions; set method.seeds="shared"'
             )
 
     @property
@@ -128,7 +128,7 @@ class Baffle(Estimate, Method):
         return (FORWARD_PASSES,)
 
     def init_state(self, task: Task) -> State:
-        self.places(task)
+        self.validate(task)
         if self.secure:
             self.secure.validate(task, Slopes)
         return self.server.init_state(task.initial)
@@ -148,10 +148,10 @@ class Baffle(Estimate, Method):
     def probed(self, now: State, cohort: Cohort) -> tuple[list[int], list[Tensor]]:
         """Ask for slopes: keys j, and coefficients c_j of the estimated gradient Σ_j Σ_k c_jk z_jk (eq. 7)."""
         key = key_of(cohort.seed)
-        made = {k: self.question(now, key, k) for k in {self.count(client) for client in cohort.ids}}
         if self.secure:
-            mean = ask_sum(cohort, made[self.directions], self.secure).mean("slopes")
-            return [key], [mean / len(mean)]
+            mean = ask_sum(cohort, self.question(now, key, self.directions), self.secure).mean("slopes")
+            return [key], [mean / self.fewest]
+        made = {k: self.question(now, key, k) for k in {self.count(client) for client in cohort.ids}}
         answers = cohort.ask({client: made[self.count(client)] for client in cohort.ids})
         told = {client: answer.slopes for client, answer in answers.items()}
         slopes, records = shortened(cohort, "slopes", told), [answer.records for answer in answers.values()]
@@ -184,9 +184,26 @@ class Baffle(Estimate, Method):
         return own | {CatchUp: self.steps.follow} if self.down == "replay" else own
 
     def probe(self, stack: ClientStack, w: Tensor, question: Probe | ProbeHere) -> list[Slopes]:
-        """Slopes at `w` [d]. With shared seeds all clients' records run through the same perturbed models."""
-        task, count = stack.task, self.asked(question)
-        keys = words(torch.tensor([question.key]), torch.tensor(stack.clients))
+        """Slopes at `w` [d]. What is summed securely is of one length: a client of K_c directions answers with
+        s_k · min K / K_c and then zeros, so no value is larger than its slope."""
+        asked = self.asked(question)
+        if not self.secure:
+            return self._probe(stack, w, question.key, asked)
+        counts = [min(asked, self.count(client)) for client in stack.clients]
+        answers: dict[int, Slopes] = {}
+        for count in sorted(set(counts)):
+            rows = [i for i, own in enumerate(counts) if own == count]
+            part = stack if len(rows) == len(stack) else stack.part(rows)
+            for i, own in zip(rows, self._probe(part, w, question.key, count), strict=True):
+                answers[i] = Slopes(F.pad(own.slopes * (self.fewest / count), (0, asked - count)), own.records)
+            if part is not stack:
+                stack.passes += part.passes
+        return [answers[i] for i in range(len(stack))]
+
+    def _probe(self, stack: ClientStack, w: Tensor, key: int, count: int) -> list[Slopes]:
+        """The first `count` slopes. With shared seeds all clients' records run through the same perturbed models."""
+        task = stack.task
+        keys = words(torch.tensor([key]), torch.tensor(stack.clients))
         index, mask = self.drawn(stack, keys)
         mask = mask / mask.sum(1, keepdim=True)
         stack.passes += int((mask > 0).sum()) * self.passes(count)
@@ -196,7 +213,7 @@ class Baffle(Estimate, Method):
                 weights, share = w.expand(len(stack), -1), mask[..., None]
             else:
                 weights, share = w[None], torch.block_diag(*mask.split(1)).T[None]
-                x, y, keys = x.flatten(0, 1)[None], y.flatten(0, 1)[None], keys.new_tensor([question.key])
+                x, y, keys = x.flatten(0, 1)[None], y.flatten(0, 1)[None], keys.new_tensor([key])
             slopes = self.prober(task).slopes(weights, keys, x, y, share, count).reshape(len(stack), count).cpu()
         return [Slopes(row, int(n)) for row, n in zip(slopes, stack.rows.counts, strict=True)]
 
@@ -223,6 +240,11 @@ class Baffle(Estimate, Method):
     # ------------------------------------------------------------------------------------------------ both sides
 
     @property
+    def fewest(self) -> int:
+        """The smallest K that a client has."""
+        return self.directions if self.weak is None else self.weak
+
+    @property
     def steps(self) -> Steps:
         def take(task: Task, now: State, step: Step) -> State:
             return self.take(task, now, [step.key], [step.coefficients])
@@ -233,7 +255,8 @@ class Baffle(Estimate, Method):
         return {**task.sizes, **question.sizes()}
 
     def forecast_messages(self, task: Task, turn: Turn) -> list[Question]:
-        count, weights = self.count(turn.client), torch.empty(task.layout.size, device="meta")
+        count = self.directions if self.secure else self.count(turn.client)
+        weights = torch.empty(task.layout.size, device="meta")
         asked: list[Question] = [Probe(weights, 2**62, count)]
         if self.down == "replay":
             caught = self.steps.foreseen(task, longest(self.directions), turn.round - 1, turn.missed)
@@ -248,10 +271,10 @@ class Baffle(Estimate, Method):
 
 
 def _mean(answers: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """Coefficients c_k [K] of the estimate Σ c_k z_k: for each direction the mean over those who probed it."""
-    longest = max(len(slopes) for slopes, _ in answers)
-    total, weight = torch.zeros(longest, dtype=torch.float64), torch.zeros(longest, dtype=torch.float64)
-    for slopes, records in answers:
-        total[: len(slopes)] += slopes.double() * records
-        weight[: len(slopes)] += records
-    return (total / weight / longest).float()
+    """Coefficients c_k = Σ_c (N_c / N) s_ck / K_c [K] of the estimate Σ c_k z_k, where client c probed K_c directions:
+    the mean by records of the clients' own means (eq. 7)."""
+    longest, records = max(len(slopes) for slopes, _ in answers), sum(n for _, n in answers)
+    total = torch.zeros(longest, dtype=torch.float64)
+    for slopes, n in answers:
+        total[: len(slopes)] += slopes.double() * (n * (longest / len(slopes)))
+    return (total / records / longest).float()

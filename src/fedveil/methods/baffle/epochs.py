@@ -52,5 +52,5 @@ class BaffleEpochs(Estimate, Averaging):
         return ForwardTraining(self.local, Estimate(**{f.name: getattr(self, f.name) for f in fields(Estimate)}))
 
     def init_state(self, task: Task) -> State:
-        self.places(task)
+        self.validate(task)
         return super().init_state(task)

@@ -21,6 +21,7 @@ from fedveil.privacy.account import Account
 from fedveil.train.local import LocalTraining
 from fedveil.train.trainers import Correction, Trained
 
+TYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 SIGMAS = {"float32": 1e-4, "float16": 1e-3}  # half precision rounds away most of what a smaller one changes
 
 
@@ -38,6 +39,9 @@ class Estimate:
     layers:     patterns of the names of layers that are trained, such as "fc*"; none: all are
     clip:       an estimated gradient is scaled so that no entry is larger; None: it is not
     memory:     about how many megabytes a forward pass may hold; None lets the device decide
+    slices:     "records": passes are split over directions and records; or "layers" (section 4.4): also one direction
+                at a time, of which a layer is regrown when it runs, so no perturbed copy of all weights is held
+    losses:     "float64", compared record by record; or "float32": means of a batch are compared, as in eq. 6
     """
 
     directions: int = 100
@@ -51,6 +55,8 @@ class Estimate:
     layers: list[str] = field(default_factory=list)
     clip: float | None = 0.3
     memory: int | None = None
+    slices: str = "records"
+    losses: str = "float64"
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -58,6 +64,8 @@ class Estimate:
             ("scheme", self.scheme, ("forward", "central")),
             ("seeds", self.seeds, ("shared", "own")),
             ("precision", self.precision, tuple(SIGMAS)),
+            ("slices", self.slices, ("records", "layers")),
+            ("losses", self.losses, ("float64", "float32")),
         ):
             if value not in known:
                 raise ValueError(f"method.{name} is '{value}'; use {' or '.join(known)}")
@@ -92,8 +100,27 @@ class Estimate:
         size = task.layout.size if places is None else len(places)
         directions = Directions.of(self.law, size, self.directions)
         memory = None if self.memory is None else self.memory << 20
-        precision = {"float32": torch.float32, "float16": torch.float16}[self.precision]
-        return Prober(task, directions, self.scale, self.scheme, places, memory, precision)
+        precision, losses = TYPES[self.precision], TYPES[self.losses]
+        by_layer = self.slices == "layers"
+        return Prober(task, directions, self.scale, self.scheme, places, memory, precision, by_layer, losses)
+
+    def validate(self, task: Task) -> None:
+        """Raise a ValueError if the model has no such layers, or cannot be run a layer at a time."""
+        self.places(task)
+        if self.slices != "layers":
+            return
+        layers, x = task.layout.split(task.initial), task.x[:2]
+        with torch.no_grad():
+            whole = task.f(task.initial, x)
+            try:
+                alike = torch.allclose(task.by_layer(layers.__getitem__, x), whole)
+            except Exception:  # whatever a layer may say that finds no weights
+                alike = False
+        if not alike:
+            raise ValueError(
+                "method.slices is 'layers', but a layer of this model uses the weights of another while that one does "
+                "not run; use records"
+            )
 
     def places(self, task: Task) -> Tensor | None:
         """Which entries of the flat weights are trained; None: all."""

@@ -6,10 +6,10 @@ gradient is the mean of s_k z_k (BAFFLE, eq. 6), because E[z zᵀ] = I.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any
 
@@ -25,6 +25,8 @@ from fedveil.gpu.products import Products
 
 CPU_MEMORY = 16 << 20  # bytes: more is no faster, because caches are smaller
 CPU_WORDS = 1 << 14  # of directions, drawn at a time for the same reason
+LAYER_WORDS = 1 << 11  # the same where little memory is the point
+Rows = Iterable[tuple[slice, Tensor]]  # entries of directions: which, and their values [G, k, stop - start]
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Prober:
     places: which entries of the flat weights are perturbed, int64 [n]; None is all of them
     memory: about how many bytes a pass may hold; None lets the device decide
     precision: in which models are run, but for their linear layers: float32, or float16 with a σ it does not swallow
+    by_layer: whether one direction runs at a time, and a layer is perturbed only while it runs
+    losses: float64, where losses are compared record by record; or float32, where their means are, as in eq. 6
     """
 
     task: Task
@@ -43,6 +47,8 @@ class Prober:
     places: Tensor | None = None
     memory: int | None = None
     precision: torch.dtype = torch.float32
+    by_layer: bool = False
+    losses: torch.dtype = torch.float64
 
     def slopes(self, w: Tensor, keys: Tensor, x: Tensor, y: Tensor, share: Tensor, count: int) -> Tensor:
         """Slopes along the first `count` directions of each key.
@@ -56,9 +62,12 @@ class Prober:
         """The estimate of each client's gradient of its mean loss, [G, d] (eq. 6); `mask` [G, B] is 0 for padding."""
         share = (mask / mask.sum(1, keepdim=True).clamp(min=1))[..., None]
         total = w.new_zeros(len(w), self.directions.size)
-        for z, slope in self._walk(w, keys, x, y, share, count):
-            total.add_((slope @ z)[:, 0], alpha=1 / count)
-            del z  # before the next is regrown
+        for rows, slope in self._walk(w, keys, x, y, share, count):
+            for span, z in rows:
+                along = z.mul_(slope) if self.by_layer else slope @ z  # of one direction: in its place
+                total[:, span].add_(along[:, 0], alpha=1 / count)
+                del z, along  # before the next is regrown
+            del rows
         return self.spread(total)
 
     def combine(self, keys: Sequence[int], coefficients: Sequence[Tensor]) -> Tensor:
@@ -87,12 +96,14 @@ class Prober:
         regrown, pass_ = self._regrown, self.precision.itemsize * windows * self.task.activations
         room = self._memory // groups
         at_once = min(records, max(1, (room - regrown) // pass_))
-        return (max(1, room // (regrown + at_once * pass_)) if self.task.stackable else 1), at_once
+        many = self.task.stackable and not self.by_layer
+        return (max(1, room // (regrown + at_once * pass_)) if many else 1), at_once
 
     @property
     def _regrown(self) -> int:
-        """Bytes held for a direction while it is regrown and added to the weights."""
-        return (32 if self.task.device.type == "cuda" else 8) * self.task.layout.size
+        """Bytes held for a direction, or a layer of it, while it is regrown and added to the weights."""
+        sizes = [layer.stop - layer.start for layer in self.task.layout.layers]
+        return (32 if self.task.device.type == "cuda" else 8) * (max(sizes) if self.by_layer else sum(sizes))
 
     @cached_property
     def _memory(self) -> int:
@@ -100,44 +111,81 @@ class Prober:
             return self.memory or CPU_MEMORY
         return int(torch.cuda.get_device_properties(self.task.device).total_memory) // 6
 
-    def _rows(self, keys: Tensor, first: int, count: int) -> Tensor:
-        piece = None if keys.is_cuda else max(1024, CPU_WORDS // (len(keys) * count))
-        rows: Tensor = self.directions.rows(torch, keys, first, count, piece)
+    def _rows(self, keys: Tensor, first: int, count: int, span: tuple[int, int] | None = None) -> Tensor:
+        words = LAYER_WORDS if self.by_layer else CPU_WORDS
+        piece = None if keys.is_cuda else max(1024, words // (len(keys) * count))
+        rows: Tensor = self.directions.rows(torch, keys, first, count, piece, span)
         return rows
+
+    @cached_property
+    def _spans(self) -> dict[str, tuple[int, int]]:
+        """From which entry of a direction to which each trained layer is, by name."""
+        spans, at = {}, 0
+        trained = None if self.places is None else set(self.places.tolist())
+        for layer in self.task.layout.layers:
+            if trained is None or layer.start in trained:
+                spans[layer.name] = at, at + layer.stop - layer.start
+                at = spans[layer.name][1]
+        return spans
 
     def _walk(
         self, w: Tensor, keys: Tensor, x: Tensor, y: Tensor, share: Tensor, count: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Directions [G, k, n] and slopes [G, S, k] along them, a chunk at a time."""
+    ) -> Iterator[tuple[Rows, Tensor]]:
+        """Directions and slopes [G, S, k] along them, a chunk at a time."""
         at_once, records = self.chunk(*x.shape[:2])
         parts = list(zip(x.split(records, 1), y.split(records, 1), share.split(records, 1), strict=True))
         base = [self._losses(w[:, None], u, v) for u, v, _ in parts] if self.scheme == "forward" else []
         for first in range(0, count, at_once):
-            z = self._rows(keys, first, min(at_once, count - first))
-            ahead = torch.add(w[:, None], self.spread(z), alpha=self.sigma)
-            behind = None if base else torch.add(w[:, None], self.spread(z), alpha=-self.sigma)
-            slope = z.new_zeros(len(w), share.shape[-1], z.shape[1])
+            k = min(at_once, count - first)
+            rows: Rows = [(slice(None), self._rows(keys, first, k))] if not self.by_layer else self._again(keys, first)
+            losses = partial(self._layered, w, keys, first) if self.by_layer else partial(self._copied, w, rows)
+            slope = w.new_zeros(len(w), share.shape[-1], k)
             for i, (u, v, part) in enumerate(parts):
-                before = base[i] if behind is None else self._losses(behind, u, v)
-                change = self._losses(ahead, u, v) - before  # a record at a time: a mean of losses would hide it
-                slope += (change @ part.double()).mT
-            slope /= self.sigma if behind is None else 2 * self.sigma
-            del ahead, behind
-            yield z, slope
-            del z  # before the next is regrown
+                before = base[i] if base else losses(-self.sigma, u, v)
+                slope += self._change(losses(self.sigma, u, v), before, part)
+            slope /= self.sigma if base else 2 * self.sigma
+            del losses
+            yield rows, slope
+            del rows  # before the next is regrown
+
+    def _again(self, keys: Tensor, number: int) -> Rows:
+        """One direction, regrown a layer at a time."""
+        for span in self._spans.values():
+            yield slice(*span), self._rows(keys, number, 1, span)
+
+    def _change(self, ahead: Tensor, before: Tensor, share: Tensor) -> Tensor:
+        """Losses [G, k, B] and shares [G, B, S] -> how each mean changes, [G, S, k]."""
+        if self.losses == torch.float64:
+            return ((ahead - before) @ share.double()).mT  # a record at a time: a mean of losses would hide it
+        return (ahead @ share - before @ share).mT
+
+    def _copied(self, w: Tensor, rows: Rows, step: float, x: Tensor, y: Tensor) -> Tensor:
+        """Losses of models that are moved by `step` along each direction, with a copy of the weights for each."""
+        ((_, z),) = rows
+        return self._losses(torch.add(w[:, None], self.spread(z), alpha=step), x, y)
+
+    def _layered(self, w: Tensor, keys: Tensor, number: int, step: float, x: Tensor, y: Tensor) -> Tensor:
+        """The same for one direction, without a copy: a layer's weights are made when it runs."""
+        layers = {layer.name: layer for layer in self.task.layout.layers}
+
+        def moved(group: int, name: str) -> Tensor:
+            layer = layers[name]
+            own = w[group, layer.start : layer.stop]
+            if name in self._spans:
+                z = self._rows(keys[group : group + 1], number, 1, self._spans[name])[0, 0]
+                own = torch.add(own, z, alpha=step, out=z)
+            return own.view(layer.shape).to(self.precision)
+
+        x = x.to(self.precision) if x.is_floating_point() else x
+        with self._modes():
+            logits = torch.stack([self.task.by_layer(partial(moved, group), own) for group, own in enumerate(x)])
+        return self._lost(logits[:, None], y)
 
     def _losses(self, weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """Weights [G, k, d] on each group's own records [G, B, …] -> losses [G, k, B].
-
-        In float64, whatever the weights are: what a loss of 2 changes by is near the last place of its float32.
-        """
+        """Weights [G, k, d] on each group's own records [G, B, …] -> losses [G, k, B]."""
         groups, k = weights.shape[:2]
         weights, x = weights.to(self.precision), x.to(self.precision) if x.is_floating_point() else x
-        with ExitStack() as modes:
-            if weights.is_cuda:
-                modes.enter_context(Products())
-            if self.precision != torch.float32:
-                modes.enter_context(_WideLinear())
+        with self._modes():
             if groups == k == 1 or not self.task.stackable:
                 each = [[self.task.f(w, u) for w in own] for own, u in zip(weights, x, strict=True)]
                 logits = torch.stack([torch.stack(own) for own in each])
@@ -145,8 +193,26 @@ class Prober:
                 logits = vmap(self.task.f, (0, None))(weights[0], x[0])[None]
             else:
                 logits = vmap(vmap(self.task.f, (0, None)))(weights, x)
+        return self._lost(logits, y)
+
+    def _modes(self) -> ExitStack:
+        """How models are run: on a GPU by products, and linear layers never in half precision."""
+        modes = ExitStack()
+        if self.task.device.type == "cuda":
+            modes.enter_context(Products())
+        if self.precision != torch.float32:
+            modes.enter_context(_WideLinear())
+        return modes
+
+    def _lost(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Logits [G, k, B, …] and labels [G, B, …] -> losses [G, k, B].
+
+        By default in float64, whatever the weights are: what a loss of 2 changes by is near the last place of its
+        float32.
+        """
+        groups, k = logits.shape[:2]
         labels = y[:, None].expand(-1, k, *y.shape[1:])
-        return self.task.loss(logits.double().flatten(0, 2), labels.flatten(0, 2)).view(groups, k, -1)
+        return self.task.loss(logits.to(self.losses).flatten(0, 2), labels.flatten(0, 2)).view(groups, k, -1)
 
 
 class _WideLinear(TorchFunctionMode):
