@@ -43,8 +43,8 @@ HERE = Path(__file__).resolve().parent / "ablations"
 INTRODUCTION = """# Ablations
 
 One recipe, a few changes to it, and what they do. Accuracies are means and standard deviations over seeds. Bytes are
-those that a client sends in a round, seconds those of a run on one core. This page is written by
-`python results/ablations.py --write` from the results beside it."""
+those that a client sends in a round. Seconds are those of a run on one core of a busy machine, so compare them only
+roughly. This page is written by `python results/ablations.py --write` from the results beside it."""
 HELD_OUT = 10  # one of so many training records is held out for choosing
 
 
