@@ -30,7 +30,7 @@ from fedveil.privacy.users import UserLevel
 from fedveil.train.aggregators import Aggregator
 from fedveil.train.local import LocalTraining
 from fedveil.train.optimizers import ServerOptimizer
-from fedveil.train.trainers import Correction, Minibatches, PrivateMinibatches, Trained, Trainer
+from fedveil.train.trainers import Correction, Minibatches, PrivateMinibatches, Trained, Trainer, Untrained
 from fedveil.train.vectors import Vectors
 
 
@@ -51,6 +51,7 @@ class Averaging(Method):
     scalars: ClassVar[Mapping[str, Any]] = {}  # numbers in the clear beside them, with their types
     broadcasts: ClassVar[Mapping[str, Any]] = {}  # further fields of the question, with their types
     weighted: ClassVar[bool] = True  # whether clients count by their records
+    adds_to_training: ClassVar[bool] = True  # whether clients do more than train, or train in another way than FedAvg's
     limited: ClassVar[bool] = False  # whether a vector far longer than the cohort's median is scaled down
 
     local: LocalTraining = field(default_factory=LocalTraining)
@@ -79,7 +80,9 @@ class Averaging(Method):
     @property
     def trainer(self) -> Trainer:
         """Return the trainer: what clients do with their records."""
-        return PrivateMinibatches(self.local, self.privacy) if self.privacy else Minibatches(self.local)
+        if self.privacy:
+            return PrivateMinibatches(self.local, self.privacy)
+        return Untrained() if self.up.replaces_training else Minibatches(self.local)
 
     def broadcast(self, state: State) -> dict[str, Tensor]:
         """Return the values of `broadcasts` for this round."""
@@ -229,4 +232,4 @@ class Averaging(Method):
 
     def forecast_compute(self, turn: Turn) -> Compute:
         parts = self._phase(turn.rounds - turn.round)
-        return self.trainer.forecast_compute(turn) + parts.up.forecast_compute(turn.client)
+        return self.trainer.forecast_compute(turn) + parts.up.forecast_compute(turn)
