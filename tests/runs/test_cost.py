@@ -171,8 +171,8 @@ def test_a_cohort_too_small_for_a_secure_sum_is_a_sentence() -> None:
 def test_the_memory_estimate_grows_with_what_is_held() -> None:
     assert fv.LocalTraining(optimizer="adam", batch=8).forecast_compute(100) == Compute(100, 5, 8)
     assert (
-        fv.FedSynthCodec(batches=1, epochs=2).forecast_compute().held
-        < fv.FedSynthCodec(batches=2, epochs=2).forecast_compute().held
+        fv.FedSynthCodec(batches=1, epochs=2).forecast_compute(0).held
+        < fv.FedSynthCodec(batches=2, epochs=2).forecast_compute(0).held
     )
     both = fv.FedAvg(up=fv.TofuCodec(points=4, steps=10)).forecast_compute(Turn(0, 100, 1, 1, 0))
     assert (both.passes, both.held) == (140, 32)
