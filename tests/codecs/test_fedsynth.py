@@ -208,8 +208,10 @@ def test_without_a_local_update_clients_do_not_train_and_passes_say_so(monkeypat
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [
-        (lambda up: fv.FedProx(up=up), "fedprox adds to that training; use fedsynth, or set method.up's objective="),
-        (lambda up: fv.FedSGD(up=fv.Zstd(up)), "fedsgd adds to that training"),
+        (lambda up: fv.FedProx(up=up), "fedprox changes that training; use fedsynth, or set method.up's objective="),
+        (lambda up: fv.FedSGD(up=fv.Zstd(up)), "fedsgd changes that training"),
+        (lambda up: fv.Scaffold(up=up), "scaffold changes that training"),
+        (lambda up: fv.QFedAvg(up=up), "q-fedavg changes that training"),
         (lambda up: fv.FedSynth(up=up, feedback=True), "no update for method.feedback or method.full_rounds"),
         (lambda up: fv.FedSynth(up=up, full_rounds=1), "no update for method.feedback or method.full_rounds"),
         (lambda up: fv.Tiers(up, fv.FedSynthCodec()), "one tier fits its data without local training"),

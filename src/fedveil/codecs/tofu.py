@@ -83,7 +83,7 @@ class TofuCodec(Codec[Proxies]):
         return {**task.sizes, "points": self.points, "proxy": self._proxy(task), "pixels": PRECISIONS[self.precision]}
 
     def forecast_compute(self, records: int) -> Compute:
-        return Compute(self.steps * self.points, vectors=5, held=2 * self.points)  # its gradient is differentiated
+        return Compute(self.steps * self.points, vectors=5, held=2 * self.points)  # twice: for its derivative
 
     def check(self, task: Task, payload: Proxies) -> None:
         check_points(payload.labels, payload.low, payload.high)

@@ -51,7 +51,6 @@ class Averaging(Method):
     scalars: ClassVar[Mapping[str, Any]] = {}  # numbers in the clear beside them, with their types
     broadcasts: ClassVar[Mapping[str, Any]] = {}  # further fields of the question, with their types
     weighted: ClassVar[bool] = True  # whether clients count by their records
-    adds_to_training: ClassVar[bool] = True  # whether clients do more than train, or train in another way than FedAvg's
     limited: ClassVar[bool] = False  # whether a vector far longer than the cohort's median is scaled down
 
     local: LocalTraining = field(default_factory=LocalTraining)
@@ -83,6 +82,11 @@ class Averaging(Method):
         if self.privacy:
             return PrivateMinibatches(self.local, self.privacy)
         return Untrained() if self.up.replaces_training else Minibatches(self.local)
+
+    @property
+    def own_training(self) -> bool:
+        """Return whether the method replaces any of the functions by which FedAvg's clients train."""
+        return any(getattr(type(self), f) is not getattr(Averaging, f) for f in ("trainer", "correction", "trained"))
 
     def broadcast(self, state: State) -> dict[str, Tensor]:
         """Return the values of `broadcasts` for this round."""

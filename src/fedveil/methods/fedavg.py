@@ -20,4 +20,3 @@ class FedAvg(Averaging):
         "the weight update w_k - w (d floats) and the record count n_k",
         "McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017",
     )
-    adds_to_training: ClassVar[bool] = False

@@ -75,8 +75,8 @@ class Options(Protocol):
         """Whether clients count by their records."""
 
     @property
-    def adds_to_training(self) -> bool:
-        """Whether clients do more than train, or train in another way than FedAvg's."""
+    def own_training(self) -> bool:
+        """Whether clients train in another way than FedAvg's."""
 
     @property
     def limited(self) -> bool:

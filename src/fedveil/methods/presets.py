@@ -34,7 +34,6 @@ class FedSynth(Averaging):
         (_EXPOSED, *PRIVATE),
         "Goetz & Tewari, Federated Learning via Synthetic Data, 2020",
     )
-    adds_to_training: ClassVar[bool] = False
 
     up: Codec = field(default_factory=FedSynthCodec)
 

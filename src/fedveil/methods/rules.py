@@ -76,10 +76,10 @@ RULES = (
         ),
     ),
     Rule(
-        "no training in a method that adds to it",
-        lambda m: m.up.replaces_training and m.adds_to_training,
+        "no training in a method with a training of its own",
+        lambda m: m.up.replaces_training and m.own_training,
         lambda m: (
-            f"{m.up.name} fits the client's data without local training, and {m.name} adds to that training; use "
+            f"{m.up.name} fits the client's data without local training, and {m.name} changes that training; use "
             f"fedsynth, or set method.up's {m.up.replaces_training}"
         ),
     ),
