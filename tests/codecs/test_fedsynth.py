@@ -8,6 +8,7 @@ from codec_tools import body, check_instead_of_fitting, digits, image_task, stac
 from fedveil.codecs import fedsynth
 from fedveil.codecs.fedsynth import Synthetic
 from fedveil.codecs.fit import PRECISIONS, cosine, normal
+from fedveil.core.forecast import Turn
 from toys import linear_task
 
 SEEDS = [fv.Seed.root(k) for k in range(2)]
@@ -162,11 +163,80 @@ def test_each_objective_reduces_what_it_minimises(small, objective):
 
 def test_the_data_objective_may_do_better_on_the_clients_data_than_its_own_update(small):
     task, updates = small
-    codec = fv.FedSynthCodec(**SMALL, objective="data")
-    got = decoded(codec, task, encoded(codec, task, updates))
+    codec = fv.FedSynthCodec(**SMALL, objective="data", lr_steps=0.1)
+    got = decoded(codec, task, encoded(codec, task, torch.zeros_like(updates)))
     for k in range(2):
         assert own_loss(task, k, got[k]) < own_loss(task, k, updates[k])
-        assert got[k].norm() == pytest.approx(float(updates[k].norm()), rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["float32", "uint8"])
+def test_without_a_local_update_the_fit_gives_the_norm_and_the_update_is_the_sum_of_its_steps(monkeypatch, precision):
+    """H = ‖Σ η_m ĝ_m‖, so decoding is Σ η_m ĝ_m: two steps on a linear model by hand."""
+    task, spy = linear_task(2, 24, uneven=True), Spy(monkeypatch)
+    codec = fv.FedSynthCodec(
+        batches=2, batch=2, epochs=1, fits=2, objective="data", best=False, precision=precision, lr=1.0, lr_steps=0.5
+    )
+    payloads = encoded(codec, task, torch.zeros(2, 8))
+    for k, sent in enumerate(payloads):
+        x, y = sent.images.float(), sent.labels.float()
+        if precision == "uint8":
+            x = sent.low + x * (sent.high - sent.low) / 255
+        y = y / y.sum(-1, keepdim=True)
+        first = sent.steps[0] * (g := gradient(task.initial, x[0], y[0])) / g.norm()
+        total = first + sent.steps[1] * (g := gradient(task.initial - first, x[1], y[1])) / g.norm()
+        torch.testing.assert_close(sent.norm[0], total.norm())
+        torch.testing.assert_close(decoded(codec, task, payloads)[k], -total)
+        assert own_loss(task, k, -total) == pytest.approx(float(torch.stack(spy.losses)[:, k].min()), rel=1e-5)
+    assert (torch.stack(spy.losses).argmin(0) == 0).any()  # so the first of two sets is sent
+
+
+def test_without_a_local_update_clients_do_not_train_and_passes_say_so(monkeypatch):
+    """A fit runs M·n synthetic points and the client's records forward and backward."""
+    task = linear_task(2, 24, uneven=True)
+    codec = fv.FedSynthCodec(batches=3, batch=2, epochs=2, fits=4, objective="data")
+    monkeypatch.setattr(fv.LocalTraining, "train", lambda *_: pytest.fail("a client trains"))
+    method = fv.FedSynth(up=codec)
+    rows = fv.run(task, method, rounds=2, cohort=2).ledger.rows
+    wanted = sum(4 * (6 * 2 + int(n)) for n in task.clients.sizes)
+    assert [row.passes for row in rows] == [wanted, wanted]
+    turns = [Turn(k, int(n), 1, 2, 0) for k, n in enumerate(task.clients.sizes)]
+    assert sum(method.forecast_compute(turn).passes for turn in turns) == wanted
+    assert "cosine" not in rows[0].metrics
+    assert rows[0].metrics["loss"] > rows[1].metrics["loss"]
+
+
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        (lambda up: fv.FedProx(up=up), "fedprox changes that training; use fedsynth, or set method.up's objective="),
+        (lambda up: fv.FedSGD(up=fv.Zstd(up)), "fedsgd changes that training"),
+        (lambda up: fv.Scaffold(up=up), "scaffold changes that training"),
+        (lambda up: fv.QFedAvg(up=up), "q-fedavg changes that training"),
+        (lambda up: fv.FedSynth(up=up, feedback=True), "no update for method.feedback or method.full_rounds"),
+        (lambda up: fv.FedSynth(up=up, full_rounds=1), "no update for method.feedback or method.full_rounds"),
+        (lambda up: fv.Tiers(up, fv.FedSynthCodec()), "one tier fits its data without local training"),
+    ],
+)
+def test_what_needs_a_local_update_refuses_to_go_without(made, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        made(fv.FedSynthCodec(objective="data"))
+
+
+def test_step_sizes_stay_within_what_the_server_accepts(small):
+    task, updates = small
+    payloads = encoded(fv.FedSynthCodec(**SMALL, lr_steps=5.0, best=False), task, updates)
+    assert max(float(p.steps.abs().max()) for p in payloads) <= 10
+
+
+def test_points_and_step_sizes_have_rates_of_their_own(small, monkeypatch):
+    """Adam's first step is the rate, whatever the gradient (algorithm 2 with the paper's α = 0.2 for both)."""
+    task, updates = small
+    for lr_steps in (0.01, 0.2):
+        spy = Spy(monkeypatch)
+        encoded(fv.FedSynthCodec(**SMALL | {"fits": 2}, lr_steps=lr_steps), task, updates)
+        images, _, steps = ((after - before).abs() for before, after in zip(*spy.seen, strict=True))
+        torch.testing.assert_close(images.median(), torch.tensor(0.2), atol=1e-3, rtol=0)
+        torch.testing.assert_close(steps, torch.full_like(steps, lr_steps), atol=1e-4, rtol=1e-2)
 
 
 @pytest.mark.parametrize("labels", ["project", "softmax"])

@@ -10,6 +10,7 @@ from fedveil.codecs.raw import Update
 from fedveil.core import message, schema
 from fedveil.core.forecast import Compute, Turn
 from fedveil.core.message import Envelope
+from fedveil.data import from_tensors
 from fedveil.engines import LocalEngine
 from fedveil.runs import recipe
 from fedveil.runs.cost import cost
@@ -82,6 +83,36 @@ def test_fedavg_costs_as_much_as_fedavg(digits: fv.Data) -> None:
     assert told["notes"] == []
 
 
+@pytest.fixture(scope="module")
+def blank_mnist() -> fv.Data:
+    """As many records as 100 clients with 2 shards need, of MNIST's shape."""
+    x, y = torch.zeros(400, 1, 28, 28), torch.arange(400) % 10
+    return from_tensors(x, y, x[:10], y[:10], classes=10)
+
+
+@pytest.mark.parametrize(
+    ("name", "against", "least", "most"),
+    [
+        *((f"{codec}{split}", f"fedsynth{split or '-iid'}", 0.8, 1.0)
+          for codec in ("fedavg-top-k", "fedavg-powersgd") for split in ("", "-shards")),
+        ("fedavg-qsgd", "fedsynth-iid", 2.5, 3.0),  # 2 bits a weight are its least
+        ("fedavg-qsgd-shards", "fedsynth-shards", 2.5, 3.0),
+        ("fedavg-top-k-lenet5", "tofu", 0.8, 1.0),
+        ("fedavg-powersgd-lenet5", "tofu", 0.8, 1.0),
+        ("fedavg-qsgd-lenet5", "tofu", 0.3, 0.4),  # 8 bits a weight are its most
+        ("fedsynth-iid-paper", "fedsynth-iid", 1.0, 1.0),
+        ("fedsynth-shards-paper", "fedsynth-shards", 1.0, 1.0),
+        ("fedsynth-both-paper", "fedsynth-both", 1.0, 1.0),
+    ],
+)  # fmt: skip
+def test_plain_compression_sends_the_bytes_that_synthetic_points_take(
+    name: str, against: str, least: float, most: float, blank_mnist: fv.Data
+) -> None:
+    plans = [recipe.read(f"mnist/{each}", ["rounds=1", "method.full_rounds=0"]) for each in (name, against)]
+    plain, synthetic = (cost(plan.on(blank_mnist), plan)["up"]["mean"] for plan in plans)
+    assert least <= plain / synthetic <= most
+
+
 def test_catching_up_has_a_bound(digits: fv.Data) -> None:
     plan = recipe.read("digits/fedavg", ["cohort.size=1", "rounds=30", "method.down.name=qsgd", "cohort.drop=0.1"])
     task = plan.on(digits)
@@ -140,8 +171,8 @@ def test_a_cohort_too_small_for_a_secure_sum_is_a_sentence() -> None:
 def test_the_memory_estimate_grows_with_what_is_held() -> None:
     assert fv.LocalTraining(optimizer="adam", batch=8).forecast_compute(100) == Compute(100, 5, 8)
     assert (
-        fv.FedSynthCodec(batches=1, epochs=2).forecast_compute().held
-        < fv.FedSynthCodec(batches=2, epochs=2).forecast_compute().held
+        fv.FedSynthCodec(batches=1, epochs=2).forecast_compute(0).held
+        < fv.FedSynthCodec(batches=2, epochs=2).forecast_compute(0).held
     )
     both = fv.FedAvg(up=fv.TofuCodec(points=4, steps=10)).forecast_compute(Turn(0, 100, 1, 1, 0))
     assert (both.passes, both.held) == (140, 32)

@@ -32,6 +32,7 @@ USERS = fv.UserLevel(noise=1.0, clip=1.0)
 SECURE = fv.SecureSum(clip=16.0, bits=30)
 VARIANTS: dict[str, fv.Method] = {
     "feedback and steps down": fv.FedAvg(up=fv.TopK(0.1), down=fv.Qsgd(), feedback=True),
+    "no training": fv.FedSynth(up=replace(FEDSYNTH, objective="data")),
     "weights from the start": fv.FedAvg(down=FEDSYNTH),
     "adam and an average": fv.FedAvg(server=fv.ServerOptimizer("adam", 0.01, ema=0.9)),
     "a median": fv.FedAvg(aggregator=fv.Aggregator("median")),

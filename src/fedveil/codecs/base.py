@@ -57,6 +57,12 @@ class Codec(Generic[P]):
         return ""
 
     @property
+    def replaces_training(self) -> str:
+        """Return the settings with which `encode` needs an update; empty if it does. Otherwise it makes its own update
+        from the client's records, and clients do not train before."""
+        return ""
+
+    @property
     def loses_the_same(self) -> bool:
         """Whether the codec loses the same directions in every round, which error feedback would accumulate."""
         return False
@@ -65,8 +71,8 @@ class Codec(Generic[P]):
         """Return the sizes behind the dimension names of the payload."""
         return task.sizes
 
-    def forecast_compute(self) -> Compute:
-        """Return the compute that encoding one update takes."""
+    def forecast_compute(self, records: int) -> Compute:
+        """Return the compute that encoding one update takes of a client with so many records."""
         return Compute()
 
     def check(self, task: Task, payload: P) -> None:

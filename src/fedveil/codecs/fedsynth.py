@@ -23,6 +23,8 @@ from fedveil.core.seeds import Seed
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 
+LONGEST = 10.0  # a step size, either way
+
 
 @message.kind
 class Synthetic(Answer, frozen=True):
@@ -30,7 +32,7 @@ class Synthetic(Answer, frozen=True):
 
     images: Annotated[Tensor, Shape(("batches", "batch", "input"), "pixels", -WIDEST, WIDEST)]
     labels: Annotated[Tensor, Shape(("batches", "batch", "classes"), "pixels", 0, 255)]
-    steps: Annotated[Tensor, Shape(("unrolled",), low=-10, high=10)]  # η, one a step
+    steps: Annotated[Tensor, Shape(("unrolled",), low=-LONGEST, high=LONGEST)]  # η, one a step
     norm: Annotated[Tensor, Shape((1,), low=0)]  # H
     low: float  # the range of 8-bit images
     high: float
@@ -43,7 +45,9 @@ class FedSynthCodec(Codec[Synthetic]):
 
     batches, batch, epochs: M = batches × epochs unrolled steps; a batch is used once an epoch and sent once
     objective:              l2 (default) fits the update; kl fits the updated net's predictions on the client's data;
-                            data minimises the loss on the client's data itself (section 5.4)
+                            data minimises the loss on the client's data itself, without a local update: then
+                            H = ‖Σ η_m ĝ_m‖ (section 5.4)
+    lr, lr_steps:           α for the points and labels, and for η; the paper has 0.2 for both (algorithm 2)
     labels:                 project (clamp and renormalise after each step) or softmax
     best:                   of all steps keep the set whose induced weights have the lowest loss on the client's own
                             data; otherwise, and on the server, the set with the lowest objective
@@ -92,6 +96,10 @@ class FedSynthCodec(Codec[Synthetic]):
     def reads_records(self) -> str:
         return 'objective="l2" and best=false' if self.objective != "l2" else "best=false" if self.best else ""
 
+    @property
+    def replaces_training(self) -> str:
+        return 'objective="l2"' if self.objective == "data" else ""
+
     def sizes(self, task: Task) -> Mapping[str, Size]:
         return {
             **task.sizes,
@@ -101,11 +109,11 @@ class FedSynthCodec(Codec[Synthetic]):
             "pixels": PRECISIONS[self.precision],
         }
 
-    def forecast_compute(self) -> Compute:
-        steps = self.batches * self.epochs
-        passes = self.fits * steps * self.batch * self.restarts
-        graph = steps * self.restarts  # every step's gradient is differentiated, so all are held
-        return Compute(passes, vectors=3 + 4 * graph, held=2 * graph * self.batch)
+    def forecast_compute(self, records: int) -> Compute:
+        graph = self.batches * self.epochs * self.restarts  # every step's gradient is differentiated, so all are held
+        own = 0 if self.objective == "l2" else records * self.restarts
+        passes = self.fits * (graph * self.batch + own)
+        return Compute(passes, vectors=3 + 4 * graph, held=2 * graph * self.batch + own)
 
     def check(self, task: Task, payload: Synthetic) -> None:
         check_points(payload.labels, payload.low, payload.high)
@@ -124,12 +132,19 @@ class FedSynthCodec(Codec[Synthetic]):
         return -self.induced(task, w, pixels, soft, steps, norm[:, 0])
 
     def induced(
-        self, task: Task, w: Tensor, images: Tensor, labels: Tensor, steps: Tensor, norm: Tensor, fit: bool = False
+        self,
+        task: Task,
+        w: Tensor,
+        images: Tensor,
+        labels: Tensor,
+        steps: Tensor,
+        norm: Tensor | None,
+        fit: bool = False,
     ) -> Tensor:
         """Algorithm 3: M normalised steps from `w` [C, d] over the batches [C, B, n, …]; H g̃/‖g̃‖, [C, d].
 
-        The paper's θ is what is subtracted from the weights, so an update is minus it. With `fit` the result can be
-        differentiated with respect to images, labels and step sizes.
+        Without `norm` it is g̃ itself. The paper's θ is what is subtracted from the weights, so an update is minus it.
+        With `fit` the result can be differentiated with respect to images, labels and step sizes.
         """
         losses = task.stacked(lambda w, x, y: cross_entropy(task.f(w, x), y))
         start = w.detach()
@@ -140,6 +155,8 @@ class FedSynthCodec(Codec[Synthetic]):
             there: Tensor = _Step.apply(here, g, steps[:, m])  # type: ignore[no-untyped-call]
             here = there if fit else there.detach().requires_grad_()
         total = start - (here if fit else here.detach())  # Σ η_m ĝ_m
+        if norm is None:
+            return total
         induced: Tensor = total * (norm / torch.linalg.vector_norm(total, dim=1).clamp(min=1e-12))[:, None]
         return induced
 
@@ -152,7 +169,7 @@ class FedSynthCodec(Codec[Synthetic]):
         tries = [seed.child("restart", r) for seed in seeds for r in range(self.restarts)]
         clients = len(updates)
         w, theta = (t.repeat_interleave(self.restarts, 0) for t in (w, -updates))
-        norm = torch.linalg.vector_norm(theta, dim=1)
+        norm, free = torch.linalg.vector_norm(theta, dim=1), bool(stack and self.replaces_training)
         images = normal(tries, "images", (self.batches, self.batch, *task.data.input), w.device)
         labels = normal(tries, "labels", (self.batches, self.batch, task.data.classes), w.device)
         if self.labels == "project":
@@ -162,7 +179,7 @@ class FedSynthCodec(Codec[Synthetic]):
         objective = self._objective(task, w, theta, own)
         drifts = self._drifts(tries, w)
         induced, present = torch.empty_like(w), torch.empty_like(norm)
-        kept = [t.clone() for t in (images, labels, steps)]
+        kept = [t.clone() for t in (images, labels, steps, norm)]
         lowest = torch.full_like(norm, math.inf)
 
         def sent() -> tuple[Tensor, Tensor]:
@@ -172,8 +189,10 @@ class FedSynthCodec(Codec[Synthetic]):
             return Rounding.of(images, self.precision)(images), simplex(soft)
 
         def loss() -> Tensor:
-            g = self.induced(task, drifts(), *sent(), steps, norm, fit=True)
+            g = self.induced(task, drifts(), *sent(), steps, None if free else norm, fit=True)
             losses = objective(g)
+            if free:
+                norm.copy_(torch.linalg.vector_norm(g.detach(), dim=1))
             induced.copy_(g.detach())
             present.copy_(losses.detach())
             return losses
@@ -182,22 +201,23 @@ class FedSynthCodec(Codec[Synthetic]):
             score = own.loss(task, w - induced) if own and self.best else present
             better = score < lowest
             lowest.copy_(torch.where(better, score, lowest))
-            for best, now in zip(kept, (images, labels, steps), strict=True):
+            for best, now in zip(kept, (images, labels, steps, norm), strict=True):
                 best.copy_(torch.where(better.view(-1, *[1] * (now.dim() - 1)), now, best))
 
         def project() -> None:
+            steps.clamp_(-LONGEST, LONGEST)
             if self.labels == "project":
                 labels.copy_(simplex(labels))
 
         variables = [Variable(images, self.lr), Variable(labels, self.lr), Variable(steps, self.lr_steps)]
         adam(loss, variables, self.decay ** torch.arange(self.fits), project, watch)
         best = lowest.view(clients, self.restarts).argmin(1) + torch.arange(clients, device=w.device) * self.restarts
-        images, labels, steps = (t[best] for t in kept)
+        images, labels, steps, norm = (t[best] for t in kept)
         soft = labels if self.labels == "project" else labels.softmax(-1)
         pixels = Rounding.of(images, self.precision)
-        rows = (pixels.shrink(images), Rounding.unit(soft, self.precision).shrink(soft), steps, norm[best, None])
+        rows = (pixels.shrink(images), Rounding.unit(soft, self.precision).shrink(soft), steps, norm[:, None])
         if stack:
-            stack.passes += self.forecast_compute().passes * clients
+            stack.passes += sum(self.forecast_compute(int(n)).passes for n in stack.rows.counts)
         return [
             Synthetic(x, y, eta, h, float(low), float(high))
             for x, y, eta, h, low, high in zip(*(t.cpu() for t in rows), pixels.low, pixels.high, strict=True)

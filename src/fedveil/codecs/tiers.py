@@ -38,6 +38,9 @@ class Tiers(Codec):
             raise ValueError("tiers are two settings of one codec: let strong.name and weak.name be the same")
         if not 0 <= self.share <= 1:
             raise ValueError("tiers.share is from 0 to 1")
+        if bool(self.strong.replaces_training) is not bool(self.weak.replaces_training):
+            fix = self.strong.replaces_training or self.weak.replaces_training
+            raise ValueError(f"one tier fits its data without local training and the other does not; set {fix} in both")
         if self.strong.in_code_space:
             raise ValueError(f"tiers cannot be of {self.strong.name}, whose codes are averaged and so are of one kind")
 
@@ -48,6 +51,10 @@ class Tiers(Codec):
     @property
     def needs(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.strong.needs
+
+    @property
+    def replaces_training(self) -> str:
+        return self.strong.replaces_training
 
     def for_client(self, client: int) -> Codec:
         return self.weak if is_weak(client, self.share) else self.strong

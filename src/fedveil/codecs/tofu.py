@@ -82,10 +82,8 @@ class TofuCodec(Codec[Proxies]):
     def sizes(self, task: Task) -> Mapping[str, Size]:
         return {**task.sizes, "points": self.points, "proxy": self._proxy(task), "pixels": PRECISIONS[self.precision]}
 
-    def forecast_compute(self) -> Compute:
-        return Compute(
-            self.steps * self.points, vectors=5, held=2 * self.points
-        )  # twice: the gradient is differentiated
+    def forecast_compute(self, records: int) -> Compute:
+        return Compute(self.steps * self.points, vectors=5, held=2 * self.points)  # twice: for its derivative
 
     def check(self, task: Task, payload: Proxies) -> None:
         check_points(payload.labels, payload.low, payload.high)
@@ -119,7 +117,7 @@ class TofuCodec(Codec[Proxies]):
         pixels, soft = Rounding.of(images, self.precision), labels.softmax(2)
         rows = (pixels.shrink(images), Rounding.unit(soft, self.precision).shrink(soft), alphas.softmax(1), scales)
         if stack:
-            stack.passes += self.forecast_compute().passes * len(updates)
+            stack.passes += self.steps * self.points * len(updates)
         return [
             Proxies(x, y, a, s, float(low), float(high))
             for x, y, a, s, low, high in zip(*(t.cpu() for t in rows), pixels.low, pixels.high, strict=True)

@@ -60,6 +60,10 @@ class Zstd(Codec[Squeezed]):
     def reads_records(self) -> str:
         return self.inner.reads_records
 
+    @property
+    def replaces_training(self) -> str:
+        return self.inner.replaces_training
+
     def validate(self, task: Task) -> None:
         _zstandard()
         self.inner.validate(task)
@@ -69,8 +73,8 @@ class Zstd(Codec[Squeezed]):
         longest = message.size(schema.blank(self.inner.payload, self.inner.sizes(task))) + 16  # a number may be longer
         return {**task.sizes, "bytes": longest + longest // 256 + 64}
 
-    def forecast_compute(self) -> Compute:
-        return self.inner.forecast_compute()
+    def forecast_compute(self, records: int) -> Compute:
+        return self.inner.forecast_compute(records)
 
     def check(self, task: Task, payload: Squeezed) -> None:
         self.inner.check(task, self._read(task, payload))

@@ -151,8 +151,8 @@ class Agreed(Uplink):
             asked = self.how.forecast_messages(method, task, question, turn)
         return asked + send
 
-    def forecast_compute(self, client: int) -> Compute:
-        return self.codec.forecast_compute()
+    def forecast_compute(self, turn: Turn) -> Compute:
+        return self.codec.forecast_compute(turn.records)
 
 
 def _mean(kind: type[Answer], total: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedveil.codecs.base import Codec
 from fedveil.codecs.fit import cosine
 from fedveil.core.cohort import Answers, Cohort
-from fedveil.core.forecast import Compute
+from fedveil.core.forecast import Compute, Turn
 from fedveil.core.message import Answer, Question, Refused, Size
 from fedveil.core.method import State
 from fedveil.core.stack import ClientStack
@@ -126,21 +126,23 @@ class Decoded(Uplink):
     def sizes(self, task: Task, question: type[Question], client: int) -> Mapping[str, Size]:
         return self.codec.for_client(client).sizes(task)
 
-    def forecast_compute(self, client: int) -> Compute:
-        once = self.codec.for_client(client).forecast_compute()
+    def forecast_compute(self, turn: Turn) -> Compute:
+        once = self.codec.for_client(turn.client).forecast_compute(turn.records)
         return sum([once] * (len(self.payloads.vectors) - 1), start=once)
 
 
 def encoded(
     codec: Codec, stack: ClientStack, w: Tensor, x: Vectors, transforms: Sequence[Transform]
 ) -> dict[str, list[Any]]:
-    """Payloads of each vector of clients that trained from `w` [d]. Transforms are told what the server will decode."""
+    """Payloads of each vector of clients that trained from `w` [d]. Transforms are told what the server will decode.
+
+    A codec that makes its own updates has nothing to compare them with."""
     base, purposes = w.expand(len(stack), -1), ["encoding", *(f"encoding {name}" for name in list(x.named)[1:])]
     parts = {
         name: codec.encode(stack.task, base, vectors, stack.seeds(purpose), stack)
         for (name, vectors), purpose in zip(x.named.items(), purposes, strict=True)
     }
-    if codec.lossy:
+    if codec.lossy and not codec.replaces_training:
         decoded = Vectors({name: codec.decode(stack.task, base, rows) for name, rows in parts.items()})
         measure(stack, x, decoded)
         for transform in transforms:

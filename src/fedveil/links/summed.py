@@ -73,5 +73,5 @@ class Summed(Uplink):
     def forecast_messages(self, method: Method, task: Task, question: Question, turn: Turn) -> list[Question]:
         return self.how.forecast_messages(method, task, question, turn)
 
-    def forecast_compute(self, client: int) -> Compute:
-        return self.codec.forecast_compute()
+    def forecast_compute(self, turn: Turn) -> Compute:
+        return self.codec.forecast_compute(turn.records)

@@ -82,6 +82,6 @@ class Uplink:
         """Return every question of a turn that brings the answer to the method's `question`, without values."""
         return [question]
 
-    def forecast_compute(self, client: int) -> Compute:
+    def forecast_compute(self, turn: Turn) -> Compute:
         """Return the compute that encoding takes of a client."""
         raise NotImplementedError

@@ -30,7 +30,7 @@ from fedveil.privacy.users import UserLevel
 from fedveil.train.aggregators import Aggregator
 from fedveil.train.local import LocalTraining
 from fedveil.train.optimizers import ServerOptimizer
-from fedveil.train.trainers import Correction, Minibatches, PrivateMinibatches, Trained, Trainer
+from fedveil.train.trainers import Correction, Minibatches, PrivateMinibatches, Trained, Trainer, Untrained
 from fedveil.train.vectors import Vectors
 
 
@@ -79,7 +79,14 @@ class Averaging(Method):
     @property
     def trainer(self) -> Trainer:
         """Return the trainer: what clients do with their records."""
-        return PrivateMinibatches(self.local, self.privacy) if self.privacy else Minibatches(self.local)
+        if self.privacy:
+            return PrivateMinibatches(self.local, self.privacy)
+        return Untrained() if self.up.replaces_training else Minibatches(self.local)
+
+    @property
+    def own_training(self) -> bool:
+        """Return whether the method replaces any of the functions by which FedAvg's clients train."""
+        return any(getattr(type(self), f) is not getattr(Averaging, f) for f in ("trainer", "correction", "trained"))
 
     def broadcast(self, state: State) -> dict[str, Tensor]:
         """Return the values of `broadcasts` for this round."""
@@ -229,4 +236,4 @@ class Averaging(Method):
 
     def forecast_compute(self, turn: Turn) -> Compute:
         parts = self._phase(turn.rounds - turn.round)
-        return self.trainer.forecast_compute(turn) + parts.up.forecast_compute(turn.client)
+        return self.trainer.forecast_compute(turn) + parts.up.forecast_compute(turn)

@@ -75,6 +75,10 @@ class Options(Protocol):
         """Whether clients count by their records."""
 
     @property
+    def own_training(self) -> bool:
+        """Whether clients train in another way than FedAvg's."""
+
+    @property
     def limited(self) -> bool:
         """Whether long updates are shortened."""
 

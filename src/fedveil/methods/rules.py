@@ -76,6 +76,22 @@ RULES = (
         ),
     ),
     Rule(
+        "no training in a method with a training of its own",
+        lambda m: m.up.replaces_training and m.own_training,
+        lambda m: (
+            f"{m.up.name} fits the client's data without local training, and {m.name} changes that training; use "
+            f"fedsynth, or set method.up's {m.up.replaces_training}"
+        ),
+    ),
+    Rule(
+        "no training with feedback or full rounds",
+        lambda m: m.up.replaces_training and (m.feedback or m.full_rounds),
+        lambda m: (
+            f"{m.up.name} fits the client's data without local training, so there is no update for method.feedback or "
+            f"method.full_rounds; leave them out, or set method.up's {m.up.replaces_training}"
+        ),
+    ),
+    Rule(
         "secure codes with full rounds",
         lambda m: m.secure and m.full_rounds and m.up.in_code_space,
         lambda m: (

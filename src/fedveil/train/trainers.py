@@ -66,6 +66,22 @@ class Minibatches:
 
 
 @dataclass(frozen=True)
+class Untrained:
+    """No training: the codec makes the updates itself."""
+
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    def train(self, stack: ClientStack, w: Tensor, correction: Correction | None) -> Trained:
+        return Trained(w.new_zeros(len(stack), len(w)), w.new_zeros(len(stack)))
+
+    def client_cost(self, task: Task) -> Account | None:
+        return None
+
+    def forecast_compute(self, turn: Turn) -> Compute:
+        return Compute()
+
+
+@dataclass(frozen=True)
 class PrivateMinibatches:
     """DP-SGD. Every client takes the same number of steps. Corrections are added after the noise."""
 
