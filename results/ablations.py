@@ -14,7 +14,7 @@ choose    whether variants are tested on a tenth of the training records, held o
 seeds     0, 1 and 2 by default
 metrics   numbers of the ledger to show beside the accuracy, as means over the rounds
 shows     what the table shows, in a few sentences
-variants  name -> changes; the first may name another recipe instead, to which common changes of the method do not apply
+variants  name -> changes; the first may name another recipe instead of a change
 """
 
 from __future__ import annotations
@@ -68,11 +68,10 @@ class Ablation:
         return cls(name, **tomllib.loads((HERE / f"{name}.toml").read_text(encoding="utf-8")))
 
     def plan(self, variant: str, seed: int, toy: bool = False) -> Recipe:
-        source, changes, common = self.recipe, self.variants[variant], self.changes
+        source, changes = self.recipe, self.variants[variant]
         if changes and "=" not in changes[0]:
             source, changes = changes[0], changes[1:]
-            common = [change for change in common if not change.startswith("method.")]
-        return recipe.read(source, [*common, *changes, f"seed={seed}", *["rounds=1"] * toy])
+        return recipe.read(source, [*self.changes, *changes, f"seed={seed}", *["rounds=1"] * toy])
 
     @property
     def results(self) -> dict[str, Any]:
