@@ -27,7 +27,10 @@ import torch
 from fedveil import data
 from fedveil.cli.jobs import Job, Where
 from fedveil.codecs import autoencoder
-from fedveil.codecs.autoencoder import Code, Pair, Pretraining
+from fedveil.codecs.autoencoder import Code, Pair
+from fedveil.codecs.autoencoder import errors as errors_of
+from fedveil.codecs.pretraining import Pretraining, pretrain
+from fedveil.codecs.pretraining import groups as drawn
 from fedveil.core.seeds import Seed
 from fedveil.report.figures import densities, svg
 from fedveil.runs import recipe
@@ -41,11 +44,11 @@ COHORTS = (5, 10, 40)
 RUNS = {  # folder: recipe, changes
     "mnist/fedavg-batch-100": ("mnist/fedavg-batch-100", ()),
     "mnist/fedage-iid": ("mnist/fedage-iid", ()),
-    "mnist/fedage-iid-linear": ("mnist/fedage-iid", ("method.up.width=0",)),
-    "mnist/fedage-iid-paper": ("mnist/fedage-iid", ("method.up.permute=false", "method.server.lr=1.0")),
+    "mnist/fedage-iid-linear": ("mnist/fedage-iid", ("method.up.code=linear",)),
+    "mnist/fedage-iid-unshuffled": ("mnist/fedage-iid", ("method.up.permute=false", "method.server.lr=1.0")),
     "mnist/fedavg-batch-100-shards": ("mnist/fedavg-batch-100-shards", ()),
     "mnist/fedage-shards": ("mnist/fedage-shards", ()),
-    "mnist/fedage-shards-linear": ("mnist/fedage-shards", ("method.up.width=0",)),
+    "mnist/fedage-shards-linear": ("mnist/fedage-shards", ("method.up.code=linear",)),
 }
 SHAKESPEARE = {name: (f"shakespeare/{name}", ("evaluate_every=5",)) for name in ("fedavg", "fedage")}
 OWN, OTHER = 40, 12  # epochs of pairs that recipes use, and of the rest of the grid
@@ -67,7 +70,7 @@ class Bench:
         path = autoencoder.home() / code.file
         if not path.is_file():
             effort = (2, 200, 100) if self.toy else (epochs, 500_000 // code.cohort, 5000 // code.cohort)
-            autoencoder.save(autoencoder.pretrain(code, Pretraining(*effort), self.device), path)
+            autoencoder.save(pretrain(code, Pretraining(*effort), self.device), path)
         return autoencoder.read(path, code).to(self.device)
 
     def run(self, name: str, source: str, changes: tuple[str, ...], rounds: int) -> dict[str, Any]:
@@ -101,9 +104,9 @@ def pairs(bench: Bench) -> dict[str, Any]:
 
 def _ratio(pair: Pair, cohort: int, device: str) -> float:
     """σ_ν for a cohort against the linear floor of that size."""
-    groups = autoencoder.groups(pair.code, 4000, Seed.root(1).child(cohort), device, cohort)
+    groups = drawn(pair.code, 4000, Seed.root(1).child(cohort), device, cohort)
     own = Code(**{**vars(pair.code), "cohort": cohort})
-    return float(pair.errors(groups).std()) / own.floor
+    return float(errors_of(pair, groups).std()) / own.floor
 
 
 def errors(bench: Bench) -> dict[str, Any]:
@@ -111,11 +114,11 @@ def errors(bench: Bench) -> dict[str, Any]:
     from scipy import stats
 
     found, drawn = {}, {}
-    for name, width in (("learned", 64 if bench.toy else 512), ("linear", 0)):
-        code = Code(cohort=10, width=width)
-        pair = bench.pair(code, OWN) if width else autoencoder.linear(code).to(bench.device)
-        groups = autoencoder.groups(code, 10_000, Seed.root(2), bench.device)
-        nu = pair.errors(groups).cpu()
+    for name in ("learned", "linear"):
+        code = Code(cohort=10, width=64 if bench.toy else 512, kind=name)
+        pair = bench.pair(code, OWN) if name == "learned" else autoencoder.linear(code).to(bench.device)
+        groups = drawn(code, 10_000, Seed.root(2), bench.device)
+        nu = errors_of(pair, groups).cpu()
         sample = nu.flatten()[:: max(1, nu.numel() // 100_000)].double().numpy()
         statistic, p = stats.normaltest(sample)
         found[name] = {
@@ -126,7 +129,7 @@ def errors(bench: Bench) -> dict[str, Any]:
             "excess_kurtosis": float(stats.kurtosis(sample)),
             "normaltest": float(statistic),
             "p": float(p),
-            "again_the_same": bool(torch.equal(nu, pair.errors(groups).cpu())),
+            "again_the_same": bool(torch.equal(nu, errors_of(pair, groups).cpu())),
         }
         drawn[name] = nu / nu.std()
     (bench.out / "errors.svg").write_text(svg(densities(drawn, "ν, in its standard deviations")), encoding="utf-8")
@@ -161,7 +164,7 @@ def _small(bench: Bench) -> tuple[str, ...]:
 
 
 def _widened(bench: Bench, source: str, changes: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    coded = "fedage" in source and "method.up.width=0" not in changes
+    coded = "fedage" in source and "method.up.code=linear" not in changes
     return source, (*changes, *(_small(bench) if coded else ()))
 
 

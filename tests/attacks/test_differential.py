@@ -11,7 +11,7 @@ from codec_tools import digits, image_task, stack_of, trained
 from fedveil.attacks.differential import differential, direct, expose
 from fedveil.codecs.fedage import Send
 
-LINEAR = fv.FedAgeCodec(block=16, cohort=5, width=0)
+LINEAR = fv.FedAgeCodec(block=16, cohort=5, code="linear")
 SHIPPED = replace(LINEAR, width=64)
 
 

@@ -31,7 +31,7 @@ def test_a_pair_is_trained_once_and_found_by_a_recipe():
     keys = [f"method.up.{key}" for key in ("block=4", "levels=8", "cohort=3", "width=16")]
     run = ["run", "digits/fedage", *SMALL, *(word for key in keys for word in ("--set", key)), "--format", "json"]
     asked = sentence(*run, "--out", "none")
-    command = "fedveil fedage pretrain --block 4 --code 2 --levels 8 --cohort 3 --width 16 --seed 0"
+    command = "fedveil fedage pretrain --block 4 --code-size 2 --levels 8 --cohort 3 --width 16 --seed 0"
     assert f"run '{command}'" in asked
     first = good("fedage", "pretrain", *TINY, "--format", "json")
     assert Path(first["file"]) == Path("data/fedage/b4-h2-s8-m3-w16-seed0.fv").absolute()
@@ -51,8 +51,8 @@ def test_training_says_how_it_goes():
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["--width", 0], "needs no training"),
-        (["--code", 99, "--block", 4], "code <= block"),
+        (["--width", 0], "a width from 1 to 4096"),
+        (["--code-size", 99, "--block", 4], "code size <= block"),
         (["--epochs", 0], "epochs >= 1"),
         (["--small", 2], "from 0 to 1"),
         (["--device", "abacus"], "device 'abacus' is not known"),

@@ -7,18 +7,21 @@ import torch
 
 import fedveil as fv
 from fedveil.codecs import autoencoder
-from fedveil.codecs.autoencoder import Code, Pretraining, groups, linear, load, pretrain, read, save
+from fedveil.codecs import pretraining
+from fedveil.codecs.autoencoder import Code, Packed, errors, linear, load, read, save
+from fedveil.codecs.pretraining import Pretraining, groups, pretrain
 from fedveil.core import message
 from fedveil.core.message import Envelope
 
 CPU = torch.device("cpu")
 SHIPPED = Code(block=16, code=8, levels=64, cohort=5, width=64)
-LINEAR = Code(block=16, code=8, levels=64, cohort=5, width=0)
+LINEAR = Code(block=16, code=8, levels=64, cohort=5, kind="linear")
 TINY = Code(block=4, code=2, levels=8, cohort=3, width=16)
+STATED = {name: getattr(TINY, name) for name in autoencoder.SETTINGS}
 
 
 def spread(pair: autoencoder.Pair, cohort: int, count: int = 4000) -> float:
-    return float(pair.errors(groups(pair.code, count, fv.Seed.root(9).child(cohort), cohort=cohort)).std())
+    return float(errors(pair, groups(pair.code, count, fv.Seed.root(9).child(cohort), cohort=cohort)).std())
 
 
 def floor(code: Code, cohort: int) -> float:
@@ -49,7 +52,7 @@ def test_the_linear_code_is_linear_and_loses_nothing_at_full_size():
     batch = groups(LINEAR, 10, fv.Seed.root(1))
     codes = pair.encode(batch.flatten(0, 1)).view(10, 5, 8)
     torch.testing.assert_close(pair.decode(codes.mean(1)), pair.decode(codes.flatten(0, 1)).view(10, 5, 16).mean(1))
-    whole = linear(Code(block=16, code=16, levels=64, cohort=5, width=0))
+    whole = linear(Code(block=16, code=16, levels=64, cohort=5, kind="linear"))
     torch.testing.assert_close(whole.decode(whole.encode(batch[0])), batch[0], atol=1e-4, rtol=0)
 
 
@@ -133,11 +136,11 @@ def test_training_ends_when_it_no_longer_helps():
 
 def test_small_groups_reach_less_far():
     draw = torch.Generator().manual_seed(0)
-    blocks, highest = autoencoder._batch(Code(), 400, 0.5, draw)
+    blocks, highest = pretraining._batch(Code(), 400, 0.5, draw)
     assert bool((blocks.amax((1, 2))[:, None] <= highest).all())
     assert 0.4 < float((highest == 64).float().mean()) < 0.6
     assert float(highest.min()) == 1
-    assert bool((autoencoder._batch(Code(), 100, 0.0, draw)[1] == 64).all())
+    assert bool((pretraining._batch(Code(), 100, 0.0, draw)[1] == 64).all())
 
 
 # ---------------------------------------------------------------------------------------------------- files
@@ -158,7 +161,7 @@ def test_a_pair_comes_back_from_its_file(tiny, tmp_path):
 
 def test_a_trained_pair_is_found_and_one_that_is_missing_is_one_sentence_with_the_command(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path))
-    command = "fedveil fedage pretrain --block 4 --code 2 --levels 8 --cohort 3 --width 16"
+    command = "fedveil fedage pretrain --block 4 --code-size 2 --levels 8 --cohort 3 --width 16"
     with pytest.raises(ValueError, match=command):
         load(TINY, CPU)
     save(tiny, tmp_path / "fedage" / TINY.file)
@@ -170,9 +173,9 @@ def test_a_file_that_is_not_this_pair_is_refused_in_one_sentence(tiny, tmp_path)
     path = tmp_path / "pair.fv"
     save(tiny, path)
     good = path.read_bytes()
-    wild = autoencoder.TrainedPair(**vars(TINY), spread=1.0, reach=math.inf, parameters=tiny.vector)
-    short = autoencoder.TrainedPair(**vars(TINY), spread=1.0, reach=1.0, parameters=tiny.vector[:-1])
-    sick = autoencoder.TrainedPair(**vars(TINY), spread=1.0, reach=1.0, parameters=tiny.vector * math.nan)
+    wild = autoencoder.TrainedPair(**STATED, spread=1.0, reach=math.inf, parameters=tiny.vector)
+    short = autoencoder.TrainedPair(**STATED, spread=1.0, reach=1.0, parameters=tiny.vector[:-1])
+    sick = autoencoder.TrainedPair(**STATED, spread=1.0, reach=1.0, parameters=tiny.vector * math.nan)
     records = [message.frame(record, Envelope()) for record in (wild, short, sick)]
     wrong = [b"", good[:-1], good + b"\0", b"\x80\x04pickle", *records]
     for raw in wrong:
@@ -185,7 +188,17 @@ def test_a_file_that_is_not_this_pair_is_refused_in_one_sentence(tiny, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"code": 65}, {"code": 0}, {"levels": 0}, {"cohort": 0}, {"width": -1}, {"block": 10**6}]
+    "wrong",
+    [
+        {"code": 65},
+        {"code": 0},
+        {"levels": 0},
+        {"cohort": 0},
+        {"width": 0},
+        {"kind": "dense"},
+        {"pretraining": "none"},
+        {"block": 10**6},
+    ],
 )
 def test_settings_that_cannot_be_are_refused(wrong):
     with pytest.raises(ValueError, match="a pair needs"):

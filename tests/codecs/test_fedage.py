@@ -21,8 +21,8 @@ from toys import OtherProcess, Tamper, kept, linear_task
 LOCAL = fv.LocalTraining(lr=0.5, batch=4)
 DIGITS = fv.LocalTraining(lr=0.3, epochs=5, batch=20)
 SHIPPED = FedAgeCodec(block=16, cohort=5, width=64)
-LINEAR = replace(SHIPPED, width=0)
-LOSSLESS = FedAgeCodec(block=3, code=3, width=0, levels=1 << 15)  # 8 weights are no multiple of 3
+LINEAR = replace(SHIPPED, code="linear")
+LOSSLESS = FedAgeCodec(block=3, code_size=3, code="linear", levels=1 << 15)  # 8 weights are no multiple of 3
 
 
 # ---------------------------------------------------------------------------------------------------- rounding
@@ -61,7 +61,7 @@ def test_a_code_that_loses_nothing_gives_the_mean_back(permute):
     updates = torch.randn(4, task.layout.size, generator=torch.Generator().manual_seed(0))
     codec = at(replace(LOSSLESS, permute=permute), task, updates, 3)
     payloads = codec.encode(task, updates, updates, [fv.Seed.root(k) for k in range(4)], None)
-    torch.testing.assert_close(codec.merge(task, payloads)[0], updates.mean(0), atol=1e-3, rtol=0)
+    torch.testing.assert_close(codec.merge(task, payloads, len(payloads))[0], updates.mean(0), atol=1e-3, rtol=0)
     torch.testing.assert_close(codec.decode(task, updates, payloads), updates, atol=1e-3, rtol=0)
 
 
@@ -71,18 +71,18 @@ def test_the_decoded_mean_of_real_updates_is_near_their_mean():
     for codec, least in ((LINEAR, 0.69), (SHIPPED, 0.66)):
         tuned = at(codec, task, updates, 3)
         payloads = tuned.encode(task, updates, updates, [fv.Seed.root(k) for k in range(5)], None)
-        assert float(torch.cosine_similarity(tuned.merge(task, payloads)[0], updates.mean(0), 0)) > least
+        assert float(torch.cosine_similarity(tuned.merge(task, payloads, len(payloads))[0], updates.mean(0), 0)) > least
 
 
 def test_over_shuffles_the_linear_code_is_unbiased_up_to_h_over_b():
     """Why a server step of b/h makes up for what one round loses."""
     task = image_task()
     update = torch.randn(1, task.layout.size, generator=torch.Generator().manual_seed(0))
-    codec = FedAgeCodec(block=8, width=0, levels=1 << 15)
+    codec = FedAgeCodec(block=8, code="linear", levels=1 << 15)
     found = []
     for k in range(600):
         tuned = at(codec, task, update, k)
-        found.append(tuned.merge(task, tuned.encode(task, update, update, [fv.Seed.root(k)], None))[0])
+        found.append(tuned.merge(task, tuned.encode(task, update, update, [fv.Seed.root(k)], None), 1)[0])
     means = torch.stack(found)
     error = means.std(0) / math.sqrt(len(means))
     assert float(((2 * means.mean(0) - update[0]) / (2 * error)).square().mean()) < 1.5
@@ -91,7 +91,7 @@ def test_over_shuffles_the_linear_code_is_unbiased_up_to_h_over_b():
 
 def test_a_message_is_as_long_as_the_update_whatever_it_holds():
     task = image_task()
-    sizes = FedAgeCodec(block=16, width=0).sizes(task)
+    sizes = FedAgeCodec(block=16, code="linear").sizes(task)
     assert (sizes["blocks"], sizes["code"]) == (-(-task.layout.size // 16), 8)
 
 
@@ -152,7 +152,7 @@ def test_the_scale_is_the_largest_change_of_any_client_times_a_factor_that_decay
 
 
 def test_results_do_not_depend_on_the_engine_or_on_an_interruption(tmp_path):
-    method = fv.FedAvg(LOCAL, up=FedAgeCodec(block=4, width=0), feedback=True)
+    method = fv.FedAvg(LOCAL, up=FedAgeCodec(block=4, code="linear"), feedback=True)
     here = fv.run(linear_task(), method, rounds=4, cohort=3, folder=tmp_path / "a")
     there = fv.run(linear_task(), method, rounds=4, cohort=3, engine=OtherProcess())
     torch.testing.assert_close(here.weights, there.weights)
@@ -164,7 +164,7 @@ def test_results_do_not_depend_on_the_engine_or_on_an_interruption(tmp_path):
 
 def test_with_feedback_what_one_shuffle_loses_another_sends():
     task = linear_task(records=60)
-    codec = FedAgeCodec(block=4, width=0, levels=1 << 15)
+    codec = FedAgeCodec(block=4, code="linear", levels=1 << 15)
     target = final(fv.FedSGD(server=fv.ServerOptimizer(lr=0.3)), task, rounds=30).weights - task.initial
     plain, fed = (
         final(fv.FedSGD(up=codec, feedback=on, server=fv.ServerOptimizer(lr=0.3)), task, rounds=30).weights
@@ -186,7 +186,13 @@ def test_noise_and_clipping_come_before_the_code():
 
 def test_what_it_will_cost_is_what_it_costs():
     for source in ("digits/fedage", "digits/q-fedavg"):
-        up = ["method.up.name=fedage", "method.up.block=16", "method.up.width=0", "rounds=2", "method.local.epochs=1"]
+        up = [
+            "method.up.name=fedage",
+            "method.up.block=16",
+            "method.up.code=linear",
+            "rounds=2",
+            "method.local.epochs=1",
+        ]
         plan = recipe.read(source, up)
         told = cost(digits(), plan)
         spent = fv.run(digits(), plan.method, rounds=2, cohort=plan.cohort, seed=plan.seed).summary()
@@ -221,7 +227,7 @@ def test_on_the_digits_it_ends_within_a_point_of_fedavg_with_or_without_drop_out
         (lambda: fv.Scaffold(up=SHIPPED), "scaffold sends 2 vectors .update, control., and fedage codes one"),
         (lambda: fv.QFedAvg(up=SHIPPED, full_rounds=1), "q-fedavg sends fedage's codes in every round"),
         (lambda: FedAgeCodec(scale=0), "scale > 0"),
-        (lambda: FedAgeCodec(code=100), "a pair needs"),
+        (lambda: FedAgeCodec(code_size=100), "a pair needs"),
     ],
 )
 def test_what_makes_no_sense_is_a_configuration_error_with_its_reason(make, why):
@@ -287,9 +293,9 @@ def test_one_client_cannot_drown_the_others_where_the_scale_is_bounded():
             for r in replies
         ]
 
-    honest = final(fv.FedAvg(LOCAL, up=FedAgeCodec(block=4, code=4, width=0)), task)
+    honest = final(fv.FedAvg(LOCAL, up=FedAgeCodec(block=4, code_size=4, code="linear")), task)
     for most, close in ((None, False), (1.0, True)):
-        method = fv.FedAvg(LOCAL, up=FedAgeCodec(block=4, code=4, width=0, max_scale=most))
+        method = fv.FedAvg(LOCAL, up=FedAgeCodec(block=4, code_size=4, code="linear", max_scale=most))
         drowned = final(method, task, engine=Tamper(boast))
         assert (float((drowned.weights - honest.weights).abs().max()) < 0.05) is close
 

@@ -15,7 +15,7 @@ from hostile.attacks import BYTES, Scene, inf, nan
 from toys import Tamper, linear_task
 
 CULPRIT = 2
-METHOD = fv.FedAvg(fv.LocalTraining(lr=0.5, batch=100), up=FedAgeCodec(block=4, width=0))
+METHOD = fv.FedAvg(fv.LocalTraining(lr=0.5, batch=100), up=FedAgeCodec(block=4, code="linear"))
 OUT = "out of range"
 ANOTHER = "another question of the round"
 

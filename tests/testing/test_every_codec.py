@@ -14,7 +14,7 @@ MORE: list[fv.Codec] = [
     fv.Zstd(fv.Raw()),
     fv.Zstd(fv.Half()),
     fv.PowerSgd(rank=1),
-    fv.FedAgeCodec(width=0, block=16, permute=False),
+    fv.FedAgeCodec(code="linear", block=16, permute=False),
     fv.Tiers(strong=fv.Qsgd(8), weak=fv.Qsgd(4)),
 ]
 
