@@ -95,6 +95,31 @@ def test_a_message_is_as_long_as_the_update_whatever_it_holds():
     assert (sizes["blocks"], sizes["code"]) == (-(-task.layout.size // 16), 8)
 
 
+def test_layers_have_scales_of_their_own():
+    """A layer that changes a hundred times less is rounded a hundred times finer."""
+    task = image_task()
+    draw = torch.Generator().manual_seed(0)
+    sizes = torch.ones(task.layout.size)
+    first, *rest = task.layout.layers
+    sizes[first.start : first.stop] = 0.01
+    updates = torch.randn(4, task.layout.size, generator=draw) * sizes
+    codec = FedAgeCodec(block=4, code="packed", cohort=4, scales="layers")
+    scales = codec.scales_of(codec.magnitudes(task, updates), 1)
+    by_hand = [float(updates[:, layer.start : layer.stop].abs().max()) for layer in (first, *rest)]
+    assert scales.tolist() == pytest.approx(by_hand)
+    tuned = codec.at(task, codec.sending(scales), fv.Seed.root(0))
+    payloads = tuned.encode(task, updates, updates, [fv.Seed.root(k) for k in range(4)], None)
+    for found, expected in (
+        (tuned.merge(task, payloads, 4)[0], updates.mean(0)),
+        (tuned.decode(task, updates, payloads), updates),
+    ):
+        error = (found - expected).abs()
+        for layer, n in zip((first, *rest), by_hand, strict=True):
+            assert 0 < float(error[..., layer.start : layer.stop].max()) <= n / 64 * (1 + 1e-4)
+    with pytest.raises(ValueError, match="fedage's scales is 'rows'; use whole or layers"):
+        FedAgeCodec(scales="rows")
+
+
 # ---------------------------------------------------------------------------------------------------- in the loop
 
 
@@ -122,6 +147,52 @@ def test_with_a_code_that_loses_nothing_every_method_ends_where_it_ends_without(
     assert float((expected.weights - task.initial).abs().max()) > 0.1
     torch.testing.assert_close(coded.weights, expected.weights, atol=2e-3, rtol=0)
     assert not any(row.missing for row in coded.ledger.rows)
+
+
+PACKED = FedAgeCodec(block=3, code_size=2, code="packed", cohort=4, levels=1023, permute=False)
+
+
+@pytest.mark.parametrize("scales", ["whole", "layers"])
+@pytest.mark.parametrize("plain", [fv.FedAvg(LOCAL), fv.QFedAvg(LOCAL, q=2.0)], ids=lambda method: method.name)
+def test_packed_codes_end_where_the_whole_numbers_themselves_end(plain, scales):
+    """With one number a code nothing is packed. One client drops out in round 2."""
+    task = linear_task(records=60, uneven=True)
+
+    def lose(round_, replies):
+        return [r for r in replies if (r.client, round_, message.envelope(r.frame)[0]) != (2, 2, Codes.kind)]
+
+    packed = replace(PACKED, scales=scales)
+    ends = [
+        final(replace(plain, up=up), task, engine=Tamper(lose)) for up in (packed, replace(packed, code_size=3, seed=1))
+    ]
+    assert torch.equal(ends[0].weights, ends[1].weights)
+    assert list(ends[0].ledger.rows[1].missing) == ["2"]
+    torch.testing.assert_close(
+        final(replace(plain, up=packed), task).weights, final(plain, task).weights, atol=3e-3, rtol=0
+    )
+
+
+def test_packed_codes_survive_a_secure_sum_with_enough_bits():
+    """The sum rounds codes, by less than half in all, and λ; with equal clients λ is the same for all."""
+    task = linear_task(records=60, uneven=True)
+    small = replace(PACKED, levels=64)
+    clear = final(fv.FedAvg(LOCAL, up=small), task)
+    summed = final(fv.FedAvg(LOCAL, up=small, secure=fv.SecureSum(bits=28)), task)
+    torch.testing.assert_close(summed.weights, clear.weights, atol=1e-3, rtol=0)
+    with pytest.raises(
+        ValueError, match=r"secure\.bits is 18, but fedage's codes of 4 clients add up exactly with 19 bits"
+    ):
+        final(fv.FedAvg(LOCAL, up=small, secure=fv.SecureSum(bits=18)), task)
+    final(fv.FedAvg(LOCAL, up=small, secure=fv.SecureSum(bits=19)), task, rounds=1)
+
+
+@pytest.mark.parametrize(("kind", "asked"), [("uniform", 5), ("poisson", 6)])
+def test_a_cohort_that_packed_codes_cannot_hold_is_refused_before_the_first_round(kind, asked):
+    method = fv.FedAvg(LOCAL, up=PACKED)
+    cohort = fv.CohortSampler(size=5, kind=kind)
+    why = f"a round may ask {asked} clients, but fedage's codes add up for 4 at most; set method.up.cohort={asked}"
+    with pytest.raises(ValueError, match=why):
+        fv.run(linear_task(clients=6), method, rounds=1, cohort=cohort)
 
 
 @pytest.mark.parametrize("plain", [fv.FedAvg(LOCAL), fv.QFedAvg(LOCAL, q=2.0)], ids=lambda method: method.name)
@@ -228,6 +299,8 @@ def test_on_the_digits_it_ends_within_a_point_of_fedavg_with_or_without_drop_out
         (lambda: fv.QFedAvg(up=SHIPPED, full_rounds=1), "q-fedavg sends fedage's codes in every round"),
         (lambda: FedAgeCodec(scale=0), "scale > 0"),
         (lambda: FedAgeCodec(code_size=100), "a pair needs"),
+        (lambda: FedAgeCodec(code="dense"), "a code of learned, linear, packed and a pretraining of own or paper"),
+        (lambda: FedAgeCodec(code="packed", levels=512), "set at most 409 levels"),
     ],
 )
 def test_what_makes_no_sense_is_a_configuration_error_with_its_reason(make, why):
@@ -279,7 +352,8 @@ def test_a_client_sends_codes_only_of_what_it_trained_and_only_with_the_servers_
 
 def test_the_digest_is_of_the_pair_and_not_of_how_it_is_used():
     assert LINEAR.digest == replace(LINEAR, scale=2.0, permute=False).digest
-    assert len({SHIPPED.digest, LINEAR.digest, replace(LINEAR, levels=32).digest}) == 3
+    others = [replace(LINEAR, levels=32), replace(LINEAR, code="packed"), replace(LINEAR, code="packed", cohort=6)]
+    assert len({codec.digest for codec in (SHIPPED, LINEAR, *others)}) == 5
 
 
 def test_one_client_cannot_drown_the_others_where_the_scale_is_bounded():

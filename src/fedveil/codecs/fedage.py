@@ -64,7 +64,7 @@ class Codes(Answer, frozen=True):
 
     additive: ClassVar[bool] = True
 
-    codes: Annotated[Tensor, Shape((2, "blocks", "code"))]
+    codes: Annotated[Tensor, Shape((2, "blocks", "code"), low=-autoencoder.WHOLE, high=autoencoder.WHOLE)]
     share: Annotated[Tensor, Shape((1,), low=1e-9, high=1)]
 
 
