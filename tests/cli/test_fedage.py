@@ -44,6 +44,16 @@ def test_a_pair_is_trained_once_and_found_by_a_recipe():
     assert good(*run, "--out", "some")["rounds"] == 1
 
 
+def test_the_papers_pair_is_another_one_and_a_recipe_names_the_command_that_trains_it():
+    asked = sentence("run", "mnist/fedage-iid-paper", "--set", "task.data=digits", "--set", "task.model=digits-cnn")
+    assert (
+        "pretrain --block 64 --code-size 32 --levels 64 --cohort 10 --width 512 --seed 0 --pretraining paper'" in asked
+    )
+    found = good("fedage", "pretrain", *TINY, "--pretraining", "paper", "--format", "json")
+    assert Path(found["file"]).name == "b4-h2-s8-m3-w16-seed0-paper.fv"
+    assert "a pretraining of own or paper" in sentence("fedage", "pretrain", "--pretraining", "mine")
+
+
 def test_training_says_how_it_goes():
     assert "step 8/8  error " in fv("fedage", "pretrain", *TINY).stderr
 

@@ -256,14 +256,10 @@ def test_noise_and_clipping_come_before_the_code():
 
 
 def test_what_it_will_cost_is_what_it_costs():
-    for source in ("digits/fedage", "digits/q-fedavg"):
-        up = [
-            "method.up.name=fedage",
-            "method.up.block=16",
-            "method.up.code=linear",
-            "rounds=2",
-            "method.local.epochs=1",
-        ]
+    linear = ["method.up.name=fedage", "method.up.block=16", "method.up.code=linear"]
+    layers = ["method.up.scales=layers"]
+    for source, code in (("digits/fedage", linear), ("digits/q-fedavg", linear), ("digits/fedage-packed", layers)):
+        up = [*code, "rounds=2", "method.local.epochs=1"]
         plan = recipe.read(source, up)
         told = cost(digits(), plan)
         spent = fv.run(digits(), plan.method, rounds=2, cohort=plan.cohort, seed=plan.seed).summary()

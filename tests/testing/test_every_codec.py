@@ -15,6 +15,7 @@ MORE: list[fv.Codec] = [
     fv.Zstd(fv.Half()),
     fv.PowerSgd(rank=1),
     fv.FedAgeCodec(code="linear", block=16, permute=False),
+    fv.FedAgeCodec(code="packed", block=16, scales="layers"),
     fv.Tiers(strong=fv.Qsgd(8), weak=fv.Qsgd(4)),
 ]
 
