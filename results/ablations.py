@@ -170,7 +170,7 @@ def page() -> str:
         ablation = Ablation.read(path.stem)
         told, setting = ablation.results, [f"`{ablation.recipe}`"]
         setting += [f"`{change}`" for change in ablation.changes]
-        setting += [f"{ablation.records:,} training records"] * bool(ablation.records)
+        setting += [f"{ablation.records:,} training records"] if ablation.records else []
         setting += ["tested on a tenth of the training records, held out for choosing"] * ablation.choose
         seeds = sorted({int(seed) for runs in told["runs"].values() for seed in runs})
         origin = (
