@@ -34,11 +34,13 @@ def fedage() -> dict[str, float]:
         )
         figures = {"weights": float(task.layout.size), "training, seconds a client": training}
         for name, code, share in (
-            ("linear, b = 64", Code(width=0), 1),
+            ("linear, b = 64", Code(kind="linear"), 1),
             ("b = 16, width 64", Code(16, 8, width=64), 1),
             ("b = 64, width 512", Code(), 1 if gpu else 64),  # of the blocks, and the rest is as fast
         ):
-            pair = (linear(code) if not code.width else Pair(code).requires_grad_(False)).to(device)  # speed is all
+            pair = (linear(code) if code.kind == "linear" else Pair(code).requires_grad_(False)).to(
+                device
+            )  # speed is all
             blocks = clients * -(-task.layout.size // code.block) // share
             parts = torch.randint(0, code.levels + 1, (2 * blocks, code.block)).float().to(device)
             codes = pair.encode(parts)
@@ -46,7 +48,7 @@ def fedage() -> dict[str, float]:
             decoding = share / clients * _seconds(lambda p=pair, q=codes: p.decode(q), task)
             figures |= {f"{name}: encoding / training": encoding / training, f"{name}: decoding, seconds": decoding}
         updates = 0.01 * torch.randn(clients, task.layout.size, generator=draw).to(device)
-        codec = fv.FedAgeCodec(width=0)
+        codec = fv.FedAgeCodec(code="linear")
         tuned = codec.at(task, Send(0.05, codec.digest), fv.Seed.root(0))
         whole = _seconds(lambda: tuned.encode(task, updates, updates, stack.seeds("encoding"), None), task) / clients
         figures["rounding, shuffling and the linear code / training"] = whole / training

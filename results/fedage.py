@@ -1,4 +1,5 @@
 """What is measured of FedAGE on a GPU: pairs against the floor, their errors, the sweep of n, and runs beside FedAvg.
+Its part `pretraining` is for a CPU.
 
 python results/fedage.py --out DIR               everything
 python results/fedage.py --out DIR pairs sweep   some of its parts
@@ -14,20 +15,25 @@ import argparse
 import json
 import os
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
+import fedveil as fv
 from fedveil import data
 from fedveil.cli.jobs import Job, Where
 from fedveil.codecs import autoencoder
-from fedveil.codecs.autoencoder import Code, Pair, Pretraining
+from fedveil.codecs.autoencoder import Code, Pair
+from fedveil.codecs.autoencoder import errors as errors_of
+from fedveil.codecs.pretraining import PRETRAININGS, Pretraining, pretrain
+from fedveil.codecs.pretraining import groups as drawn
 from fedveil.core.seeds import Seed
 from fedveil.report.figures import densities, svg
 from fedveil.runs import recipe
@@ -41,11 +47,11 @@ COHORTS = (5, 10, 40)
 RUNS = {  # folder: recipe, changes
     "mnist/fedavg-batch-100": ("mnist/fedavg-batch-100", ()),
     "mnist/fedage-iid": ("mnist/fedage-iid", ()),
-    "mnist/fedage-iid-linear": ("mnist/fedage-iid", ("method.up.width=0",)),
-    "mnist/fedage-iid-paper": ("mnist/fedage-iid", ("method.up.permute=false", "method.server.lr=1.0")),
+    "mnist/fedage-iid-linear": ("mnist/fedage-iid", ("method.up.code=linear",)),
+    "mnist/fedage-iid-unshuffled": ("mnist/fedage-iid", ("method.up.permute=false", "method.server.lr=1.0")),
     "mnist/fedavg-batch-100-shards": ("mnist/fedavg-batch-100-shards", ()),
     "mnist/fedage-shards": ("mnist/fedage-shards", ()),
-    "mnist/fedage-shards-linear": ("mnist/fedage-shards", ("method.up.width=0",)),
+    "mnist/fedage-shards-linear": ("mnist/fedage-shards", ("method.up.code=linear",)),
 }
 SHAKESPEARE = {name: (f"shakespeare/{name}", ("evaluate_every=5",)) for name in ("fedavg", "fedage")}
 OWN, OTHER = 40, 12  # epochs of pairs that recipes use, and of the rest of the grid
@@ -67,7 +73,7 @@ class Bench:
         path = autoencoder.home() / code.file
         if not path.is_file():
             effort = (2, 200, 100) if self.toy else (epochs, 500_000 // code.cohort, 5000 // code.cohort)
-            autoencoder.save(autoencoder.pretrain(code, Pretraining(*effort), self.device), path)
+            autoencoder.save(pretrain(code, Pretraining(*effort), self.device), path)
         return autoencoder.read(path, code).to(self.device)
 
     def run(self, name: str, source: str, changes: tuple[str, ...], rounds: int) -> dict[str, Any]:
@@ -101,9 +107,9 @@ def pairs(bench: Bench) -> dict[str, Any]:
 
 def _ratio(pair: Pair, cohort: int, device: str) -> float:
     """σ_ν for a cohort against the linear floor of that size."""
-    groups = autoencoder.groups(pair.code, 4000, Seed.root(1).child(cohort), device, cohort)
+    groups = drawn(pair.code, 4000, Seed.root(1).child(cohort), device, cohort)
     own = Code(**{**vars(pair.code), "cohort": cohort})
-    return float(pair.errors(groups).std()) / own.floor
+    return float(errors_of(pair, groups).std()) / own.floor
 
 
 def errors(bench: Bench) -> dict[str, Any]:
@@ -111,11 +117,11 @@ def errors(bench: Bench) -> dict[str, Any]:
     from scipy import stats
 
     found, drawn = {}, {}
-    for name, width in (("learned", 64 if bench.toy else 512), ("linear", 0)):
-        code = Code(cohort=10, width=width)
-        pair = bench.pair(code, OWN) if width else autoencoder.linear(code).to(bench.device)
-        groups = autoencoder.groups(code, 10_000, Seed.root(2), bench.device)
-        nu = pair.errors(groups).cpu()
+    for name in ("learned", "linear"):
+        code = Code(cohort=10, width=64 if bench.toy else 512, kind=name)
+        pair = bench.pair(code, OWN) if name == "learned" else autoencoder.linear(code).to(bench.device)
+        groups = drawn(code, 10_000, Seed.root(2), bench.device)
+        nu = errors_of(pair, groups).cpu()
         sample = nu.flatten()[:: max(1, nu.numel() // 100_000)].double().numpy()
         statistic, p = stats.normaltest(sample)
         found[name] = {
@@ -126,7 +132,7 @@ def errors(bench: Bench) -> dict[str, Any]:
             "excess_kurtosis": float(stats.kurtosis(sample)),
             "normaltest": float(statistic),
             "p": float(p),
-            "again_the_same": bool(torch.equal(nu, pair.errors(groups).cpu())),
+            "again_the_same": bool(torch.equal(nu, errors_of(pair, groups).cpu())),
         }
         drawn[name] = nu / nu.std()
     (bench.out / "errors.svg").write_text(svg(densities(drawn, "ν, in its standard deviations")), encoding="utf-8")
@@ -156,12 +162,33 @@ def shakespeare(bench: Bench) -> dict[str, Any]:
     return {name: bench.run(name, *_widened(bench, *what), 30) for name, what in named.items()}
 
 
+def pretraining(bench: Bench) -> dict[str, Any]:
+    """Our training of a pair beside the paper's, both with a tenth of its groups and small networks; on the digits."""
+    found: dict[str, Any] = {}
+    settings = {"ours": [], "as printed": ["method.up.permute=false", "method.server.lr=1"]}
+    for name, how in PRETRAININGS.items():
+        code = Code(16, 8, cohort=5, width=16 if bench.toy else 64, pretraining=name)
+        how = replace(how, groups=500 if bench.toy else 5000, batch=50, epochs=1 if bench.toy else how.epochs)
+        pair = pretrain(code, how, bench.device)
+        autoencoder.save(pair, autoencoder.home() / code.file)
+        autoencoder.load.cache_clear()
+        found[name] = {**asdict(how), "spread": pair.spread, "floor": code.floor, "ratio": pair.spread / code.floor}
+        for what, changes in settings.items():
+            keys = [f"method.up.pretraining={name}", f"method.up.width={code.width}", *changes]
+            runs = [recipe.read("digits/fedage", [*keys, f"seed={seed}"]) for seed in range(3)]
+            rounds = 1 if bench.toy else 20
+            ends = [fv.run(r.build(), r.method, rounds=rounds, cohort=r.cohort, seed=r.seed) for r in runs]
+            cosines = [row.metrics["cosine"] for end in ends for row in end.ledger.rows]
+            found[name][what] = {"accuracy": [end.accuracy for end in ends], "cosine": sum(cosines) / len(cosines)}
+    return found
+
+
 def _small(bench: Bench) -> tuple[str, ...]:
     return ("method.up.width=64",) if bench.toy else ()
 
 
 def _widened(bench: Bench, source: str, changes: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    coded = "fedage" in source and "method.up.width=0" not in changes
+    coded = "fedage" in source and "method.up.code=linear" not in changes
     return source, (*changes, *(_small(bench) if coded else ()))
 
 
@@ -177,7 +204,13 @@ PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "runs": runs,
     "sweep": sweep,
     "shakespeare": shakespeare,
+    "pretraining": pretraining,
 }
+
+
+def _commit() -> str | None:
+    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or None
 
 
 def main() -> None:
@@ -197,7 +230,8 @@ def main() -> None:
     for part in chosen.parts or PARTS:
         began = time.monotonic()
         figures = PARTS[part](bench)
-        told = {"seconds": time.monotonic() - began, **environment(), **figures}
+        command = f"python results/fedage.py --out DIR --data-dir DATA {part}"
+        told = {"seconds": time.monotonic() - began, **environment(command=command, commit=_commit()), **figures}
         (bench.out / f"{part}.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
         print(f"{part}: {told['seconds']:.1f} s", flush=True)
 

@@ -46,7 +46,7 @@ CLASSES = ("fedavg-classes", "fedprox-classes", "scaffold-classes")
 CODECS = ("fedavg", "fedavg-half", "fedavg-qsgd", "fedavg-top-k", "tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit")
 CURVES = ("fedavg", "fedavg-qsgd", "fedavg-top-k", "tofu-8bit", "fedsynth-8bit")
 FEDAGE = (
-    ("mnist/fedavg-batch-100", "mnist/fedage-iid", "mnist/fedage-iid-linear", "mnist/fedage-iid-paper"),
+    ("mnist/fedavg-batch-100", "mnist/fedage-iid", "mnist/fedage-iid-linear", "mnist/fedage-iid-unshuffled"),
     ("mnist/fedavg-batch-100-shards", "mnist/fedage-shards", "mnist/fedage-shards-linear"),
 )
 BAFFLE = {  # run: the paper's accuracy, tables 1 and 2
@@ -165,9 +165,9 @@ def _payload(codec: dict[str, Any]) -> str:
         case "tofu":
             return f"{codec['points']} proxy pictures in {bits} bits"
         case "fedage":
-            half = codec.get("code", codec["block"] // 2)
-            learned = "learned" if codec["width"] else "linear"
-            return f"{learned} codes, {half} numbers for {codec['block']}, of either sign"
+            half = codec.get("code_size", codec["block"] // 2)
+            kind = codec.get("code", "learned" if codec["width"] else "linear")
+            return f"{kind} codes, {half} numbers for {codec['block']}, of either sign"
         case "fedsynth":
             return f"{codec['batches'] * codec['batch']} synthetic pictures in {bits} bits"
     raise ValueError(f"no words for the codec {codec['name']}")
@@ -207,7 +207,10 @@ def where(run: Run) -> str:
     return f"{device}; PyTorch {e['torch'].split('+')[0]}, Python {e['python']}{commit}; seed {run.recipe['seed']}"
 
 
-RENAMED = {"method.ema=": "method.server.ema="}  # keys in recorded commands, and what they are called now
+RENAMED = {  # keys in recorded commands, and what they are called now
+    "method.ema=": "method.server.ema=",
+    "method.up.width=0": "method.up.code=linear",
+}
 
 
 def commands(names: Iterable[str]) -> str:

@@ -11,8 +11,9 @@ from codec_tools import digits, image_task, stack_of, trained
 from fedveil.attacks.differential import differential, direct, expose
 from fedveil.codecs.fedage import Send
 
-LINEAR = fv.FedAgeCodec(block=16, cohort=5, width=0)
-SHIPPED = replace(LINEAR, width=64)
+LINEAR = fv.FedAgeCodec(block=16, cohort=5, code="linear")
+SHIPPED = replace(LINEAR, code="learned", width=64)
+PACKED = replace(LINEAR, code="packed")
 
 
 def unlike() -> torch.Tensor:
@@ -29,6 +30,14 @@ def test_the_control_is_rebuilt_and_codes_show_what_they_keep(codec):
         assert cosines.tolist() == pytest.approx([kept] * 5, abs=0.06)
     assert float(found.baseline.abs().max()) < 0.05
     assert found.errors.std(1).tolist() == pytest.approx([kept] * 5, abs=0.06)
+
+
+@pytest.mark.parametrize("codec", [PACKED, replace(PACKED, scales="layers", cohort=8)], ids=["whole", "layers"])
+def test_a_code_that_loses_nothing_hides_nothing(codec):
+    """All but the rounding is found of every client, directly and by leaving it out of the mean."""
+    found = expose(digits(), codec, unlike(), fv.Seed.root(1))
+    for cosines in (found.control, found.direct, found.differential, found.own):
+        assert float(cosines.min()) > 0.99
 
 
 def test_of_a_linear_code_leaving_out_finds_what_decoding_finds():

@@ -31,7 +31,7 @@ def test_a_pair_is_trained_once_and_found_by_a_recipe():
     keys = [f"method.up.{key}" for key in ("block=4", "levels=8", "cohort=3", "width=16")]
     run = ["run", "digits/fedage", *SMALL, *(word for key in keys for word in ("--set", key)), "--format", "json"]
     asked = sentence(*run, "--out", "none")
-    command = "fedveil fedage pretrain --block 4 --code 2 --levels 8 --cohort 3 --width 16 --seed 0"
+    command = "fedveil fedage pretrain --block 4 --code-size 2 --levels 8 --cohort 3 --width 16 --seed 0"
     assert f"run '{command}'" in asked
     first = good("fedage", "pretrain", *TINY, "--format", "json")
     assert Path(first["file"]) == Path("data/fedage/b4-h2-s8-m3-w16-seed0.fv").absolute()
@@ -44,6 +44,16 @@ def test_a_pair_is_trained_once_and_found_by_a_recipe():
     assert good(*run, "--out", "some")["rounds"] == 1
 
 
+def test_the_papers_pair_is_another_one_and_a_recipe_names_the_command_that_trains_it():
+    asked = sentence("run", "mnist/fedage-iid-paper", "--set", "task.data=digits", "--set", "task.model=digits-cnn")
+    assert (
+        "pretrain --block 64 --code-size 32 --levels 64 --cohort 10 --width 512 --seed 0 --pretraining paper'" in asked
+    )
+    found = good("fedage", "pretrain", *TINY, "--pretraining", "paper", "--format", "json")
+    assert Path(found["file"]).name == "b4-h2-s8-m3-w16-seed0-paper.fv"
+    assert "a pretraining of own or paper" in sentence("fedage", "pretrain", "--pretraining", "mine")
+
+
 def test_training_says_how_it_goes():
     assert "step 8/8  error " in fv("fedage", "pretrain", *TINY).stderr
 
@@ -51,8 +61,8 @@ def test_training_says_how_it_goes():
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["--width", 0], "needs no training"),
-        (["--code", 99, "--block", 4], "code <= block"),
+        (["--width", 0], "a width from 1 to 4096"),
+        (["--code-size", 99, "--block", 4], "code size <= block"),
         (["--epochs", 0], "epochs >= 1"),
         (["--small", 2], "from 0 to 1"),
         (["--device", "abacus"], "device 'abacus' is not known"),

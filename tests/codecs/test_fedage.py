@@ -21,8 +21,8 @@ from toys import OtherProcess, Tamper, kept, linear_task
 LOCAL = fv.LocalTraining(lr=0.5, batch=4)
 DIGITS = fv.LocalTraining(lr=0.3, epochs=5, batch=20)
 SHIPPED = FedAgeCodec(block=16, cohort=5, width=64)
-LINEAR = replace(SHIPPED, width=0)
-LOSSLESS = FedAgeCodec(block=3, code=3, width=0, levels=1 << 15)  # 8 weights are no multiple of 3
+LINEAR = replace(SHIPPED, code="linear")
+LOSSLESS = FedAgeCodec(block=3, code_size=3, code="linear", levels=1 << 15)  # 8 weights are no multiple of 3
 
 
 # ---------------------------------------------------------------------------------------------------- rounding
@@ -61,7 +61,7 @@ def test_a_code_that_loses_nothing_gives_the_mean_back(permute):
     updates = torch.randn(4, task.layout.size, generator=torch.Generator().manual_seed(0))
     codec = at(replace(LOSSLESS, permute=permute), task, updates, 3)
     payloads = codec.encode(task, updates, updates, [fv.Seed.root(k) for k in range(4)], None)
-    torch.testing.assert_close(codec.merge(task, payloads)[0], updates.mean(0), atol=1e-3, rtol=0)
+    torch.testing.assert_close(codec.merge(task, payloads, len(payloads))[0], updates.mean(0), atol=1e-3, rtol=0)
     torch.testing.assert_close(codec.decode(task, updates, payloads), updates, atol=1e-3, rtol=0)
 
 
@@ -71,18 +71,18 @@ def test_the_decoded_mean_of_real_updates_is_near_their_mean():
     for codec, least in ((LINEAR, 0.69), (SHIPPED, 0.66)):
         tuned = at(codec, task, updates, 3)
         payloads = tuned.encode(task, updates, updates, [fv.Seed.root(k) for k in range(5)], None)
-        assert float(torch.cosine_similarity(tuned.merge(task, payloads)[0], updates.mean(0), 0)) > least
+        assert float(torch.cosine_similarity(tuned.merge(task, payloads, len(payloads))[0], updates.mean(0), 0)) > least
 
 
 def test_over_shuffles_the_linear_code_is_unbiased_up_to_h_over_b():
     """Why a server step of b/h makes up for what one round loses."""
     task = image_task()
     update = torch.randn(1, task.layout.size, generator=torch.Generator().manual_seed(0))
-    codec = FedAgeCodec(block=8, width=0, levels=1 << 15)
+    codec = FedAgeCodec(block=8, code="linear", levels=1 << 15)
     found = []
     for k in range(600):
         tuned = at(codec, task, update, k)
-        found.append(tuned.merge(task, tuned.encode(task, update, update, [fv.Seed.root(k)], None))[0])
+        found.append(tuned.merge(task, tuned.encode(task, update, update, [fv.Seed.root(k)], None), 1)[0])
     means = torch.stack(found)
     error = means.std(0) / math.sqrt(len(means))
     assert float(((2 * means.mean(0) - update[0]) / (2 * error)).square().mean()) < 1.5
@@ -91,8 +91,33 @@ def test_over_shuffles_the_linear_code_is_unbiased_up_to_h_over_b():
 
 def test_a_message_is_as_long_as_the_update_whatever_it_holds():
     task = image_task()
-    sizes = FedAgeCodec(block=16, width=0).sizes(task)
+    sizes = FedAgeCodec(block=16, code="linear").sizes(task)
     assert (sizes["blocks"], sizes["code"]) == (-(-task.layout.size // 16), 8)
+
+
+def test_layers_have_scales_of_their_own():
+    """A layer that changes a hundred times less is rounded a hundred times finer."""
+    task = image_task()
+    draw = torch.Generator().manual_seed(0)
+    sizes = torch.ones(task.layout.size)
+    first, *rest = task.layout.layers
+    sizes[first.start : first.stop] = 0.01
+    updates = torch.randn(4, task.layout.size, generator=draw) * sizes
+    codec = FedAgeCodec(block=4, code="packed", cohort=4, scales="layers")
+    scales = codec.scales_of(codec.magnitudes(task, updates), 1)
+    by_hand = [float(updates[:, layer.start : layer.stop].abs().max()) for layer in (first, *rest)]
+    assert scales.tolist() == pytest.approx(by_hand)
+    tuned = codec.at(task, codec.sending(scales), fv.Seed.root(0))
+    payloads = tuned.encode(task, updates, updates, [fv.Seed.root(k) for k in range(4)], None)
+    for found, expected in (
+        (tuned.merge(task, payloads, 4)[0], updates.mean(0)),
+        (tuned.decode(task, updates, payloads), updates),
+    ):
+        error = (found - expected).abs()
+        for layer, n in zip((first, *rest), by_hand, strict=True):
+            assert 0 < float(error[..., layer.start : layer.stop].max()) <= n / 64 * (1 + 1e-4)
+    with pytest.raises(ValueError, match="fedage's scales is 'rows'; use whole or layers"):
+        FedAgeCodec(scales="rows")
 
 
 # ---------------------------------------------------------------------------------------------------- in the loop
@@ -124,6 +149,52 @@ def test_with_a_code_that_loses_nothing_every_method_ends_where_it_ends_without(
     assert not any(row.missing for row in coded.ledger.rows)
 
 
+PACKED = FedAgeCodec(block=3, code_size=2, code="packed", cohort=4, levels=1023, permute=False)
+
+
+@pytest.mark.parametrize("scales", ["whole", "layers"])
+@pytest.mark.parametrize("plain", [fv.FedAvg(LOCAL), fv.QFedAvg(LOCAL, q=2.0)], ids=lambda method: method.name)
+def test_packed_codes_end_where_the_whole_numbers_themselves_end(plain, scales):
+    """With one number a code nothing is packed. One client drops out in round 2."""
+    task = linear_task(records=60, uneven=True)
+
+    def lose(round_, replies):
+        return [r for r in replies if (r.client, round_, message.envelope(r.frame)[0]) != (2, 2, Codes.kind)]
+
+    packed = replace(PACKED, scales=scales)
+    ends = [
+        final(replace(plain, up=up), task, engine=Tamper(lose)) for up in (packed, replace(packed, code_size=3, seed=1))
+    ]
+    assert torch.equal(ends[0].weights, ends[1].weights)
+    assert list(ends[0].ledger.rows[1].missing) == ["2"]
+    torch.testing.assert_close(
+        final(replace(plain, up=packed), task).weights, final(plain, task).weights, atol=3e-3, rtol=0
+    )
+
+
+def test_packed_codes_survive_a_secure_sum_with_enough_bits():
+    """The sum rounds codes, by less than half in all, and λ; with equal clients λ is the same for all."""
+    task = linear_task(records=60, uneven=True)
+    small = replace(PACKED, levels=64)
+    clear = final(fv.FedAvg(LOCAL, up=small), task)
+    summed = final(fv.FedAvg(LOCAL, up=small, secure=fv.SecureSum(bits=28)), task)
+    torch.testing.assert_close(summed.weights, clear.weights, atol=1e-3, rtol=0)
+    with pytest.raises(
+        ValueError, match=r"secure\.bits is 18, but fedage's codes of 4 clients add up exactly with 19 bits"
+    ):
+        final(fv.FedAvg(LOCAL, up=small, secure=fv.SecureSum(bits=18)), task)
+    final(fv.FedAvg(LOCAL, up=small, secure=fv.SecureSum(bits=19)), task, rounds=1)
+
+
+@pytest.mark.parametrize(("kind", "asked"), [("uniform", 5), ("poisson", 6)])
+def test_a_cohort_that_packed_codes_cannot_hold_is_refused_before_the_first_round(kind, asked):
+    method = fv.FedAvg(LOCAL, up=PACKED)
+    cohort = fv.CohortSampler(size=5, kind=kind)
+    why = f"a round may ask {asked} clients, but fedage's codes add up for 4 at most; set method.up.cohort={asked}"
+    with pytest.raises(ValueError, match=why):
+        fv.run(linear_task(clients=6), method, rounds=1, cohort=cohort)
+
+
 @pytest.mark.parametrize("plain", [fv.FedAvg(LOCAL), fv.QFedAvg(LOCAL, q=2.0)], ids=lambda method: method.name)
 def test_a_client_that_drops_out_between_the_two_questions_is_left_out_of_the_mean(plain):
     task = linear_task(records=60, uneven=True)
@@ -152,7 +223,7 @@ def test_the_scale_is_the_largest_change_of_any_client_times_a_factor_that_decay
 
 
 def test_results_do_not_depend_on_the_engine_or_on_an_interruption(tmp_path):
-    method = fv.FedAvg(LOCAL, up=FedAgeCodec(block=4, width=0), feedback=True)
+    method = fv.FedAvg(LOCAL, up=FedAgeCodec(block=4, code="linear"), feedback=True)
     here = fv.run(linear_task(), method, rounds=4, cohort=3, folder=tmp_path / "a")
     there = fv.run(linear_task(), method, rounds=4, cohort=3, engine=OtherProcess())
     torch.testing.assert_close(here.weights, there.weights)
@@ -164,7 +235,7 @@ def test_results_do_not_depend_on_the_engine_or_on_an_interruption(tmp_path):
 
 def test_with_feedback_what_one_shuffle_loses_another_sends():
     task = linear_task(records=60)
-    codec = FedAgeCodec(block=4, width=0, levels=1 << 15)
+    codec = FedAgeCodec(block=4, code="linear", levels=1 << 15)
     target = final(fv.FedSGD(server=fv.ServerOptimizer(lr=0.3)), task, rounds=30).weights - task.initial
     plain, fed = (
         final(fv.FedSGD(up=codec, feedback=on, server=fv.ServerOptimizer(lr=0.3)), task, rounds=30).weights
@@ -185,8 +256,10 @@ def test_noise_and_clipping_come_before_the_code():
 
 
 def test_what_it_will_cost_is_what_it_costs():
-    for source in ("digits/fedage", "digits/q-fedavg"):
-        up = ["method.up.name=fedage", "method.up.block=16", "method.up.width=0", "rounds=2", "method.local.epochs=1"]
+    linear = ["method.up.name=fedage", "method.up.block=16", "method.up.code=linear"]
+    layers = ["method.up.scales=layers"]
+    for source, code in (("digits/fedage", linear), ("digits/q-fedavg", linear), ("digits/fedage-packed", layers)):
+        up = [*code, "rounds=2", "method.local.epochs=1"]
         plan = recipe.read(source, up)
         told = cost(digits(), plan)
         spent = fv.run(digits(), plan.method, rounds=2, cohort=plan.cohort, seed=plan.seed).summary()
@@ -221,7 +294,9 @@ def test_on_the_digits_it_ends_within_a_point_of_fedavg_with_or_without_drop_out
         (lambda: fv.Scaffold(up=SHIPPED), "scaffold sends 2 vectors .update, control., and fedage codes one"),
         (lambda: fv.QFedAvg(up=SHIPPED, full_rounds=1), "q-fedavg sends fedage's codes in every round"),
         (lambda: FedAgeCodec(scale=0), "scale > 0"),
-        (lambda: FedAgeCodec(code=100), "a pair needs"),
+        (lambda: FedAgeCodec(code_size=100), "a pair needs"),
+        (lambda: FedAgeCodec(code="dense"), "a code of learned, linear, packed and a pretraining of own or paper"),
+        (lambda: FedAgeCodec(code="packed", levels=512), "set at most 409 levels"),
     ],
 )
 def test_what_makes_no_sense_is_a_configuration_error_with_its_reason(make, why):
@@ -273,7 +348,8 @@ def test_a_client_sends_codes_only_of_what_it_trained_and_only_with_the_servers_
 
 def test_the_digest_is_of_the_pair_and_not_of_how_it_is_used():
     assert LINEAR.digest == replace(LINEAR, scale=2.0, permute=False).digest
-    assert len({SHIPPED.digest, LINEAR.digest, replace(LINEAR, levels=32).digest}) == 3
+    others = [replace(LINEAR, levels=32), replace(LINEAR, code="packed"), replace(LINEAR, code="packed", cohort=6)]
+    assert len({codec.digest for codec in (SHIPPED, LINEAR, *others)}) == 5
 
 
 def test_one_client_cannot_drown_the_others_where_the_scale_is_bounded():
@@ -287,9 +363,9 @@ def test_one_client_cannot_drown_the_others_where_the_scale_is_bounded():
             for r in replies
         ]
 
-    honest = final(fv.FedAvg(LOCAL, up=FedAgeCodec(block=4, code=4, width=0)), task)
+    honest = final(fv.FedAvg(LOCAL, up=FedAgeCodec(block=4, code_size=4, code="linear")), task)
     for most, close in ((None, False), (1.0, True)):
-        method = fv.FedAvg(LOCAL, up=FedAgeCodec(block=4, code=4, width=0, max_scale=most))
+        method = fv.FedAvg(LOCAL, up=FedAgeCodec(block=4, code_size=4, code="linear", max_scale=most))
         drowned = final(method, task, engine=Tamper(boast))
         assert (float((drowned.weights - honest.weights).abs().max()) < 0.05) is close
 

@@ -45,7 +45,7 @@ def test_the_iteration_goes_on_from_round_to_round():
         left = torch.linalg.qr(matrix @ basis)[0]
         rest = torch.linalg.qr(torch.zeros(3, 2) + torch.eye(3, 2))[0]
         tuned = codec.at(task(), fv.PowerSgd.agreement(torch.cat([left.flatten(), rest.flatten()])), fv.Seed.root(0))
-        decoded, kept = tuned.merge(task(), tuned.encode(task(), update[None], update[None], [], None))
+        decoded, kept = tuned.merge(task(), tuned.encode(task(), update[None], update[None], [], None), 1)
         errors.append(float(torch.linalg.norm(decoded - update)))
     singular = torch.linalg.svdvals(matrix)
     best = float(singular[2:].square().sum().sqrt())

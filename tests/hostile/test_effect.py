@@ -35,7 +35,7 @@ from toys import Tamper, linear_task
 CULPRIT, CLIENTS = 2, 4
 MOST = 1e6  # the largest number in an update that a schema allows
 LOCAL = fv.LocalTraining(lr=0.5, batch=100)
-EXACT = FedAgeCodec(block=4, code=4, width=0, levels=1 << 15)
+EXACT = FedAgeCodec(block=4, code_size=4, code="linear", levels=1 << 15)
 FEDLAP = FedLap(images=1, passes=1, batches=1, batch=8, steps=10, lr=0.3, image_lr=1.0, region="min")
 FEDDM = FedDm(images=1, draws=2, batches=1, batch=8, steps=10, lr=0.3, region="min")
 PROBING = {"directions": 16, "clip": None, "server": fv.ServerOptimizer()}

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 import fedveil as fv
-from fedveil.codecs.fedage import Codes, FedAgeCodec, Magnitude
+from fedveil.codecs.fedage import Codes, FedAgeCodec, Magnitude, Magnitudes
 from fedveil.core import message
 from fedveil.core.clients import Reply
 from hostile.attacks import BYTES, Scene, inf, nan
 from toys import Tamper, linear_task
 
 CULPRIT = 2
-METHOD = fv.FedAvg(fv.LocalTraining(lr=0.5, batch=100), up=FedAgeCodec(block=4, width=0))
+METHOD = fv.FedAvg(fv.LocalTraining(lr=0.5, batch=100), up=FedAgeCodec(block=4, code="linear"))
+PACKED = replace(METHOD, up=FedAgeCodec(block=4, code="packed", cohort=4, scales="layers"))
 OUT = "out of range"
 ANOTHER = "another question of the round"
 
@@ -52,7 +53,19 @@ CASES: dict[str, tuple[int, dict[str, Any], str]] = {
 }
 
 
-def replying(change: Any) -> fv.Result:
+OF_PACKED: dict[str, tuple[int, dict[str, Any], str]] = {
+    "a packed code of a half": (Codes.kind, {"codes": put(0.5)}, OUT),
+    "a packed number above s": (Codes.kind, {"codes": put(65.0)}, OUT),
+    "a packed number below 0": (Codes.kind, {"codes": put(-1.0)}, OUT),
+    "a packed code beyond its reach": (Codes.kind, {"codes": put(64.0 * 258 + 1)}, OUT),
+    "a layer's magnitude below 0": (Magnitudes.kind, {"largest": put(-1.0)}, OUT),
+    "a layer's magnitude of 1e30": (Magnitudes.kind, {"largest": put(1e30)}, OUT),
+    "a layer's magnitude that is NaN": (Magnitudes.kind, {"largest": put(nan)}, "not finite"),
+    "a layer more": (Magnitudes.kind, {"largest": lambda t: torch.cat([t, t])}, "wrong shape"),
+}
+
+
+def replying(change: Any, method: fv.Method = METHOD) -> fv.Result:
     """A run of four clients whose replies of round 2 pass through `change(kind, reply)`."""
 
     def tamper(round_: int, replies: list[Reply]) -> list[Reply]:
@@ -61,25 +74,26 @@ def replying(change: Any) -> fv.Result:
         changed = [change(message.envelope(r.frame)[0], r) if r.client == CULPRIT else r for r in replies]
         return [r for r in changed if r]
 
-    return fv.run(linear_task(), METHOD, rounds=3, cohort=4, engine=Tamper(tamper), evaluate_every=3)
+    return fv.run(linear_task(), method, rounds=3, cohort=4, engine=Tamper(tamper), evaluate_every=3)
 
 
-def silent(kind: int) -> fv.Result:
-    return replying(lambda found, reply: None if found == kind else reply)
+def silent(kind: int, method: fv.Method = METHOD) -> fv.Result:
+    return replying(lambda found, reply: None if found == kind else reply, method)
 
 
-def assert_refused(result: fv.Result, reason: str, kind: int) -> None:
+def assert_refused(result: fv.Result, reason: str, kind: int, method: fv.Method = METHOD) -> None:
     first, second, third = result.ledger.rows
     assert list(second.missing) == [str(CULPRIT)]
     assert second.missing[str(CULPRIT)].startswith(f"refused: {reason}: ")
     assert not first.missing
     assert not third.missing
-    assert torch.equal(result.weights, silent(kind).weights)
+    assert torch.equal(result.weights, silent(kind, method).weights)
 
 
-@pytest.mark.parametrize("what", CASES)
+@pytest.mark.parametrize("what", [*CASES, *OF_PACKED])
 def test_a_hostile_answer_is_refused_by_name_and_changes_nothing(what):
-    kind, changes, reason = CASES[what]
+    kind, changes, reason = (CASES | OF_PACKED)[what]
+    method = PACKED if what in OF_PACKED else METHOD
 
     def change(found: int, reply: Reply) -> Reply:
         if found != kind:
@@ -88,7 +102,7 @@ def test_a_hostile_answer_is_refused_by_name_and_changes_nothing(what):
         new = {name: f(getattr(record, name)) for name, f in changes.items()}
         return replace(reply, frame=message.frame(msgspec.structs.replace(record, **new), where))
 
-    assert_refused(replying(change), reason, kind)
+    assert_refused(replying(change, method), reason, kind, method)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ CODECS = {
     "raw": fv.Raw(),
     "half": fv.Half(),
     "qsgd": fv.Qsgd(),
-    "fedage": fv.FedAgeCodec(block=4, width=0),
+    "fedage": fv.FedAgeCodec(block=4, code="linear"),
     "tofu": fv.TofuCodec(points=2, steps=3),
     "fedsynth": fv.FedSynthCodec(batches=1, batch=2, epochs=1, fits=3, best=False),
     "tiers": fv.Tiers(*(fv.FedSynthCodec(batches=b, batch=2, epochs=1, fits=2, best=False) for b in (2, 1))),

@@ -17,7 +17,7 @@ from fedveil.runs import recipe
 from fedveil.runs.cost import cost
 
 LOCAL = fv.LocalTraining(lr=0.3, epochs=1, batch=20)
-AGE = fv.FedAgeCodec(block=16, cohort=5, width=0)
+AGE = fv.FedAgeCodec(block=16, cohort=5, code="linear")
 
 
 def ran(method, rounds=2, **sampling):

@@ -323,7 +323,7 @@ def test_each_client_is_drawn_by_itself():
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"up": fv.FedAgeCodec(block=4, width=0)}, "but fedage adds up codes; use another codec"),
+        ({"up": fv.FedAgeCodec(block=4, code="linear")}, "but fedage adds up codes; use another codec"),
         ({"up": fv.TofuCodec(), "secure": fv.SecureSum(), "full_rounds": 1}, "method.secure cannot sum tofu's"),
         (
             {"aggregator": fv.Aggregator("median")},

@@ -7,7 +7,7 @@ import fedveil as fv
 CLEAR = 1e-4  # two passes of a forward difference differ by rounding, which the difference magnifies
 TOFU = fv.TofuCodec(points=2, steps=3)
 FEDSYNTH = fv.FedSynthCodec(batches=2, batch=2, epochs=1, fits=3)
-FEDAGE = fv.FedAgeCodec(width=0, block=8)
+FEDAGE = fv.FedAgeCodec(code="linear", block=8)
 FEDLAP = fv.FedLap(images=1, passes=1, batches=2, batch=4, image_steps=1, steps=3, image_lr=1.0)
 
 METHODS: dict[str, fv.Method] = {

@@ -17,7 +17,7 @@ from msgspec.structs import replace as changed
 from torch import Tensor
 
 from fedveil.codecs.agreed import Tuned
-from fedveil.codecs.fedage import Codes, FedAgeCodec, Send
+from fedveil.codecs.fedage import Codes, FedAgeCodec
 from fedveil.codecs.fit import cosine
 from fedveil.core import message, schema
 from fedveil.core.clients import Letter, Reply
@@ -43,10 +43,10 @@ def differential(task: Task, codec: Tuned, payloads: Sequence[Any], seen: Sequen
     seen: what the server takes for each client's codes where it is not the codes themselves, of which it has the mean
     """
     (nothing,) = codec.encode(task, task.initial[None], torch.zeros_like(task.initial)[None], [Seed.root(0)], None)
-    whole, m = schema.stack(payloads, "codes").mean(0), len(payloads)
-    rest = [changed(p, codes=whole + (nothing.codes - p.codes) / m) for p in seen or payloads]
-    left = torch.stack([codec.merge(task, [p])[0] for p in rest])
-    return m * (codec.merge(task, [changed(nothing, codes=whole)])[0] - left)
+    whole, m = schema.stack(payloads, "codes").double().mean(0), len(payloads)
+    rest = [changed(p, codes=whole + (nothing.codes - p.codes.double()) / m) for p in seen or payloads]
+    left = torch.stack([codec.merge(task, [p], m)[0] for p in rest])
+    return m * (codec.merge(task, [changed(nothing, codes=whole)], m)[0] - left)
 
 
 class Listening(LocalEngine):
@@ -120,15 +120,15 @@ def expose(
     """
 
     def attacked(code: FedAgeCodec, seen: Sequence[Codes] | None = None) -> tuple[Tensor, Tensor]:
-        scale = code.scale_of(updates.abs().amax(1), round_)
-        tuned = code.at(task, Send(scale, code.digest), seed)
+        scales = code.scales_of(code.magnitudes(task, updates), round_)
+        tuned = code.at(task, code.sending(scales), seed)
         seeds = [seed.child("attack", i) for i in range(len(updates))]
         payloads = tuned.encode(task, updates, updates, seeds, None)
         return direct(task, tuned, seen or payloads), differential(task, tuned, payloads, seen)
 
     decoded, difference = attacked(codec, seen)
     _, faithful = attacked(
-        replace(codec, code=codec.block, width=0, levels=1 << 15, scale=1.0, decay=1.0, max_scale=None)
+        replace(codec, code_size=codec.block, code="linear", levels=1 << 15, scale=1.0, decay=1.0, max_scale=None)
     )
     return Exposure(
         cosine(faithful, updates),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 import typer
@@ -18,7 +19,9 @@ from fedveil.cli.options import Device, Format, Shown, argument, option
 from fedveil.cli.progress import LINE_EVERY
 from fedveil.cli.shell import err, out, say
 from fedveil.codecs import autoencoder
-from fedveil.codecs.autoencoder import Code, Pretraining
+from fedveil.codecs.autoencoder import Code
+from fedveil.codecs.pretraining import PRETRAININGS
+from fedveil.codecs.pretraining import pretrain as train
 from fedveil.runs.recipe import pick_device
 
 DELTA = 1e-5
@@ -53,17 +56,18 @@ class Telling:
 @fedage.command()
 def pretrain(
     block: Annotated[int, option("--block", "B", "Numbers per block; default: 64.")] = 64,
-    code: Annotated[int | None, option("--code", "H", "Numbers per code; default: half a block.")] = None,
+    code_size: Annotated[int | None, option("--code-size", "H", "Numbers per code; default: half a block.")] = None,
     levels: Annotated[int, option("--levels", "S", "Entries are whole numbers from 0 to S; default: 64.")] = 64,
     cohort: Annotated[int, option("--cohort", "M", "Codes per mean; default: 10.")] = 10,
     width: Annotated[int, option("--width", "N", "Width of the networks; default: 512.")] = 512,
     seed: Annotated[int, option("--seed", "N", "Seed of weights and training data; default: 0.")] = 0,
-    epochs: Annotated[int, option("--epochs", "N", "Maximum number of epochs; default: 50.")] = 50,
-    groups: Annotated[int, option("--groups", "N", "Groups of M blocks per epoch; default: 50000.")] = 50_000,
-    batch: Annotated[int, option("--batch", "N", "Groups per step; default: 500.")] = 500,
-    lr: Annotated[float, option("--lr", "RATE", "Adam's rate, cosine decay; default: 0.0005.")] = 5e-4,
-    small: Annotated[float, option("--small", "SHARE", "Share of groups with a small range; default: 0.5.")] = 0.5,
-    patience: Annotated[int, option("--patience", "N", "Epochs without progress; default: 10.")] = 10,
+    pretraining: Annotated[str, option("--pretraining", "own|paper", "Whose settings; default: own.")] = "own",
+    epochs: Annotated[int | None, option("--epochs", "N", "Maximum number of epochs; default: 50.")] = None,
+    groups: Annotated[int | None, option("--groups", "N", "Groups of M blocks per epoch; default: 50000.")] = None,
+    batch: Annotated[int | None, option("--batch", "N", "Groups per step; default: 500.")] = None,
+    lr: Annotated[float | None, option("--lr", "RATE", "Adam's rate; default: 0.0005, in the paper 0.0001.")] = None,
+    small: Annotated[float | None, option("--small", "SHARE", "Share of small groups; default: 0.5 or 0.")] = None,
+    patience: Annotated[int | None, option("--patience", "N", "Epochs without progress; default: 10 or 50.")] = None,
     device: Device = "auto",
     file: Annotated[Path | None, option("--out", "FILE", "Output file; default: in the data folder.")] = None,
     format: Shown = Format.table,
@@ -74,15 +78,24 @@ def pretrain(
 
     Example: fedveil fedage pretrain --block 16 --cohort 5 --width 64 --groups 25600 --batch 256 --lr 0.001
     """
-    key = Code(block, max(1, block // 2) if code is None else code, levels, cohort, width, seed)
-    how = Pretraining(epochs, groups, batch, lr, small, patience)
+    half = max(1, block // 2) if code_size is None else code_size
+    key = Code(block, half, levels, cohort, width, seed, pretraining=pretraining)
+    given: dict[str, Any] = {
+        "epochs": epochs,
+        "groups": groups,
+        "batch": batch,
+        "lr": lr,
+        "small": small,
+        "patience": patience,
+    }
+    how = replace(PRETRAININGS[pretraining], **{name: value for name, value in given.items() if value is not None})
     path, began = file or autoencoder.home() / key.file, time.monotonic()
     if path.is_file():
         say(f"{path} is there already and used as it is; delete it to train again")
         pair = autoencoder.read(path, key)
     else:
         with Telling(key.floor) as told:
-            pair = autoencoder.pretrain(key, how, pick_device(device), told)
+            pair = train(key, how, pick_device(device), told)
         autoencoder.save(pair, path)
     figures = {
         "file": str(path),

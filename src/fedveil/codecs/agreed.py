@@ -49,6 +49,7 @@ class AgreedCodec(Codec[P]):
     agreement: the server's question that states what was agreed on, by default a vector
     extra:     further fields of the method's question, such as a basis that the server keeps between rounds
     reach:     the largest magnitude in a payload; None: that of the vectors
+    tolerance: the error of a sum of codes that `merge` can correct; None: sums need not be exact
 
     A payload has a field `share` [1]: the weight that was put on its vector, by which the mean is divided afterwards.
     All its tensors add up, so their sum over the clients is all that a server needs.
@@ -63,6 +64,10 @@ class AgreedCodec(Codec[P]):
 
     @property
     def reach(self) -> float | None:
+        return None
+
+    @property
+    def tolerance(self) -> float | None:
         return None
 
     def broadcast(self, task: Task, kept: Record | None) -> dict[str, Tensor]:
@@ -88,8 +93,12 @@ class AgreedCodec(Codec[P]):
 class Tuned(Codec[P]):
     """A codec in code space, in one round. Its codes do not depend on the weights `w`."""
 
-    def merge(self, task: Task, payloads: Sequence[P]) -> tuple[Tensor, Record | None]:
-        """Return the mean of the encoded vectors [d], and a record to keep for the next round."""
+    def merge(self, task: Task, payloads: Sequence[P], clients: int) -> tuple[Tensor, Record | None]:
+        """Return the mean of the encoded vectors [d], and a record to keep for the next round.
+
+        payloads: those of all clients, or under a secure sum one that holds their mean
+        clients:  how many clients are in that mean
+        """
         raise NotImplementedError
 
     def weighed(self, payload: P, share: Tensor) -> P:

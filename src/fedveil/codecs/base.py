@@ -67,6 +67,11 @@ class Codec(Generic[P]):
         """Whether the codec loses the same directions in every round, which error feedback would accumulate."""
         return False
 
+    @property
+    def most(self) -> int | None:
+        """The largest cohort whose payloads can be averaged; None if any can."""
+        return None
+
     def sizes(self, task: Task) -> Mapping[str, Size]:
         """Return the sizes behind the dimension names of the payload."""
         return task.sizes

@@ -102,6 +102,6 @@ class Projected(Tuned[SharedCode]):
         rest = iter(flat[:, inside:].split([n for _, n, _, r in layers if not r], 1))
         return torch.cat([next(whole if r else rest) for *_, r in layers], 1)
 
-    def merge(self, task: Task, payloads: Sequence[SharedCode]) -> tuple[Tensor, Record]:
+    def merge(self, task: Task, payloads: Sequence[SharedCode], clients: int) -> tuple[Tensor, Record]:
         mean = SharedCode(schema.stack(payloads, "code").mean(0), torch.ones(1))
         return self.decode(task, task.initial[None], [mean])[0], mean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from fedveil.links.payloads import Payloads
 from fedveil.links.up import Answering, Given, Total, Uplink
 from fedveil.privacy.secagg.server import ask_sum
 from fedveil.privacy.secagg.settings import SecureSum
+from fedveil.privacy.secagg.total import Sum
 from fedveil.train.aggregators import clamped
 from fedveil.train.transforms import Transform
 from fedveil.train.vectors import Vectors
@@ -61,6 +63,17 @@ class Agreed(Uplink):
         self.codec.validate(task)
         if self.how:
             self.how.validate(task, self.codec.payload)
+            self._validate_exact(self.how)
+
+    def _validate_exact(self, how: SecureSum) -> None:
+        """Raise a ValueError if the sum's rounding, below clip / (2^(bits-1) - 1) a client, could change the codes."""
+        if self.codec.tolerance is not None and self.codec.most is not None:
+            needed = math.ceil(math.log2(self.codec.most * how.clip / self.codec.tolerance + 2)) + 1
+            if how.bits < needed:
+                raise ValueError(
+                    f"secure.bits is {how.bits}, but {self.codec.name}'s codes of {self.codec.most} clients add up "
+                    f"exactly with {needed} bits or more; set secure.bits={needed}"
+                )
 
     def broadcast(self, task: Task, state: State) -> dict[str, Tensor]:
         return self.codec.broadcast(task, state.slots.get(SLOT))
@@ -72,12 +85,14 @@ class Agreed(Uplink):
         clients: Sequence[int]
         if self.how:
             total = ask_sum(asked, agreed, self.how, number=int(self._sums_offers))
-            clients, payloads = total.clients, [_mean(self.codec.payload, total)]
+            dtype = torch.float32 if self.codec.tolerance is None else torch.float64
+            clients, payloads = total.clients, [_mean(self.codec.payload, total, dtype)]
         else:
             usable = {k: answer for k, answer in asked.ask(agreed).items() if self._checks(asked, k, answer)}
             asked.require(len(usable), len(asked))
             clients, payloads = list(usable), list(usable.values())
-        mean, kept = self.codec.at(cohort.task, agreed, cohort.seed).merge(cohort.task, payloads)
+        codec = self.codec.at(cohort.task, agreed, cohort.seed)
+        mean, kept = codec.merge(cohort.task, payloads, len(clients))
         mean = mean / float(schema.stack(payloads, "share").mean())
         sums = {name: sum(each[k] for k in clients) for name, each in scalars.items()}
         slots = {} if kept is None else {SLOT: kept}
@@ -155,8 +170,8 @@ class Agreed(Uplink):
         return self.codec.forecast_compute(turn.records)
 
 
-def _mean(kind: type[Answer], total: Any) -> Any:
-    return kind(**{name: total.mean(name) for name in total.totals})
+def _mean(kind: type[Answer], total: Sum, dtype: torch.dtype = torch.float32) -> Any:
+    return kind(**{name: total.mean(name, dtype) for name in total.totals})
 
 
 def _fine(cohort: Cohort, client: int, check: Any) -> bool:

@@ -75,7 +75,8 @@ class FedAge(Averaging):
             (
                 "measured",
                 "'fedveil fedage attack DIR' decodes each client's codes as a server could, directly and by "
-                "difference, and compares the results with the updates; the control is a lossless code.",
+                "difference, and compares the results with the updates; the control is a lossless code. Packed codes "
+                "(method.up.code) lose nothing in a mean and so hide nothing: the secure sum protects, not the code.",
             ),
             (
                 "proved",

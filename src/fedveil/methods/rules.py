@@ -228,7 +228,13 @@ def validate_on(m: Options, task: Task) -> None:
 
 
 def validate_sampling(m: Options, task: Task, sampler: CohortSampler) -> None:
-    """Raise a ValueError if cohorts are drawn so that the promise does not hold."""
+    """Raise a ValueError if cohorts are too large for the codec, or drawn so that the promise does not hold."""
+    asked = len(task.clients) if sampler.kind == "poisson" else min(sampler.size, len(task.clients))
+    if m.up.most is not None and asked > m.up.most:
+        raise ValueError(
+            f"a round may ask {asked} clients, but {m.up.name}'s codes add up for {m.up.most} at most; set "
+            f"method.up.cohort={asked}"
+        )
     users = m.user_privacy
     if users is None or users.where != "sum":
         return

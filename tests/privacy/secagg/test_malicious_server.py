@@ -48,7 +48,7 @@ from toys import linear_task
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rounds in which nobody answers, as they should
 N, VICTIM = 6, 2
 LOCAL = fv.LocalTraining(lr=0.1, batch=4)
-AGE = fv.FedAgeCodec(block=16, cohort=5, width=0)
+AGE = fv.FedAgeCodec(block=16, cohort=5, code="linear")
 HIDDEN = 16
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -19,6 +20,6 @@ class Sum:
     clipped: int  # values that were beyond the range and were cut
     error: float  # how far an element of a mean can be from that of the clients' floats, had none been cut
 
-    def mean(self, name: str) -> Tensor:
-        """The mean of one field, weighted by records, float32."""
-        return (self.totals[name] * (self.heaviest / self.weight)).float()
+    def mean(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The mean of one field, weighted by records."""
+        return (self.totals[name] * (self.heaviest / self.weight)).to(dtype)
