@@ -90,6 +90,7 @@ class Telling(fv.Averaging):
     """A method of somebody's own that sends a number beside its update."""
 
     name: ClassVar[str] = "toy-telling"
+    about: ClassVar[fv.About] = fv.FedAvg.about
 
     scalars: ClassVar[Mapping[str, Any]] = {"norm": float}
 
