@@ -46,7 +46,7 @@ class Surrogates(Method):
     steps: int = 100
     descent: str = "monotone"
     lr: float = 0.1
-    image_lr: float = 100.0
+    image_lr: float = 5.0
     momentum: float = 0.5
     weighting: str = "records"
     augment: str = ""

@@ -82,7 +82,7 @@ class FedLap(Surrogates):
     image_steps: int = 5
     model_steps: int = 0
     refits: int = 0
-    distance: str = "averaged"
+    distance: str = "paper"
     mse: float = 0.1
     model_lr: float = 0.1
     calibrate: bool = False
