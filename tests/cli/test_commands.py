@@ -468,7 +468,7 @@ def test_describe_tells_which_of_the_papers_settings_are_not_the_defaults() -> N
     assert told["mnist/fedlap-paper"] == {
         "method.steps": 1000,
         "method.descent": "plain",
-        "method.distance": "paper",
+        "method.image_lr": 100.0,
     }
     assert told["mnist/fedlap-dp-paper"]["method.image_steps"] == 10
     shown = " ".join(fv("describe", "fedlap").stdout.split())

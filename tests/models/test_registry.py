@@ -47,7 +47,7 @@ def weights(model: nn.Module) -> torch.Tensor:
             r"unknown option of model 'lenet5' 'activaton'; did you mean 'activation'\?",
         ),
         ("lenet5", (1, 28, 28), 10, {"activation": "swish"}, "unknown activation 'swish'.*hardswish"),
-        ("convnet", (1, 28, 28), 10, {"width": 3}, "unknown option of model 'convnet' 'width'; known: none"),
+        ("vgg13", (3, 32, 32), 10, {"width": 3}, "unknown option of model 'vgg13' 'width'; known: none"),
     ],
 )
 def test_a_mistake_is_named_in_one_sentence(name, input, classes, options, words):
