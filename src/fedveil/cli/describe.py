@@ -112,7 +112,7 @@ def _changes(thing: Any, usual: Any, path: str) -> Iterator[tuple[str, Any]]:
         if dataclasses.is_dataclass(value):
             yield from _changes(value, getattr(usual, part.name), key)
         elif value != getattr(usual, part.name):
-            yield key, value
+            yield key, list(value) if isinstance(value, tuple) else value
 
 
 def _typed(thing: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -142,6 +142,7 @@ def _keys(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield f"{path}.name", thing.name
     for part in dataclasses.fields(thing):
         value, key = getattr(thing, part.name), f"{path}.{part.name}"
+        value = list(value) if isinstance(value, tuple) else value  # as one types it
         yield from _keys(value, key) if dataclasses.is_dataclass(value) else [(key, value)]
 
 
