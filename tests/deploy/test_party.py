@@ -172,6 +172,11 @@ def test_every_recipe_runs_with_clients_that_hold_their_own_records_and_a_server
     assert [(row.missing, row.events, len(row.up)) for row in made.rows] == [({}, [], 4)] * 2
 
 
+def test_a_deployment_of_private_sets_says_in_its_recipe_which_classes_are_public(tmp_path):
+    made = Federation(tmp_path / "federation", "digits/fedlap-dp", clients=4)
+    assert [len(classes) for classes in made.plan.split.held] == [2] * 4
+
+
 def test_a_deployment_says_that_its_privacy_budget_ended_it(tmp_path, monkeypatch, capsys):
     changes = ("rounds=4", "method.local.steps=2", "method.privacy.noise=2.0", "method.privacy.budget=1.0")
     made = Federation(tmp_path / "federation", "digits/dp-fedavg", *changes)

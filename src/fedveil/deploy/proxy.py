@@ -37,7 +37,7 @@ def longest(plan: Recipe, data: Data) -> int:
     together = tuple(range(clients if plan.cohort.kind == "poisson" else min(plan.cohort.size, clients)))
     found = 0
     for client in range(clients):
-        task.clients = Share.of(client, clients, len(chosen), largest)
+        task.clients = Share.of(client, clients, len(chosen), largest, task.clients.held)
         for number in (1, plan.rounds):
             turn = Turn(client, largest, number, plan.rounds, number - 1, together, largest)
             found = max(found, _answer(plan, task, turn))

@@ -198,7 +198,10 @@ class Surrogates(Method):
     def held(self, task: Task, client: int) -> Tensor:
         """1 for each class of a client's set, [classes]: those of its records, or where records are private those that
         are publicly said to be its own."""
-        return declared(task, client) if self.client_cost(task) else held(task, client)
+        if not self.client_cost(task):
+            return held(task, client)
+        self._validate_public(task)
+        return declared(task, client)
 
     def labels(self, held: Tensor) -> Tensor:
         """The labels of a set, class by class: [points]."""
