@@ -58,7 +58,9 @@ class Code:
         if not 1 <= self.code <= self.block <= 4096 or not 1 <= self.levels <= 1 << 15:
             raise ValueError("a pair needs 1 <= code size <= block <= 4096 and from 1 to 32768 levels")
         if self.cohort < 1 or not 1 <= self.width <= 4096:
-            raise ValueError("a pair needs a cohort of at least 1 and a width from 1 to 4096; the linear code has none")
+            raise ValueError(
+                "a pair needs a cohort of at least 1 and a width from 1 to 4096; for the linear code set code=linear"
+            )
         if self.kind == "packed" and self.base**self.packed > WHOLE:
             most = (math.floor(WHOLE ** (1 / self.packed) + 1e-9) - 1) // self.cohort
             raise ValueError(

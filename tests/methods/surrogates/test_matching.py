@@ -15,14 +15,14 @@ def test_rows_are_compared_by_themselves_and_a_bias_is_one_row():
     synthetic = torch.tensor([[1.0, 0, 0, 0, 3, 4, 1, 1]])
     real = torch.tensor([[0.0, 2, 0, 0, 6, 8, 1, -1]])
     # rows of the weight: orthogonal (1) and parallel (0), mean 1/2; the bias as one row: orthogonal (1)
-    assert distance(LAYOUT, synthetic, real, 0.0)[0].tolist() == pytest.approx([1.5])
+    assert distance(LAYOUT, synthetic, real, 0.0, "averaged")[0].tolist() == pytest.approx([1.5])
     # squared difference: 1 + 4, 9 + 16, 0 + 4
-    assert distance(LAYOUT, synthetic, real, 0.1)[0].tolist() == pytest.approx([1.5 + 0.1 * 34])
+    assert distance(LAYOUT, synthetic, real, 0.1, "averaged")[0].tolist() == pytest.approx([1.5 + 0.1 * 34])
 
 
 def test_convolutions_have_a_row_for_each_output_channel():
     layout = Layout((Layer("conv", (2, 1, 1, 2), 0, 4),))
-    found, _ = distance(layout, torch.tensor([[1.0, 0, 1, 0]]), torch.tensor([[1.0, 0, 1, 1]]), 0.0)
+    found, _ = distance(layout, torch.tensor([[1.0, 0, 1, 0]]), torch.tensor([[1.0, 0, 1, 1]]), 0.0, "averaged")
     assert found.tolist() == pytest.approx([(1 - math.sqrt(0.5)) / 2])
 
 
@@ -46,13 +46,13 @@ def test_without_a_cosine_there_is_the_squared_difference():
 def test_clients_do_not_mix():
     draw = torch.Generator().manual_seed(0)
     a, b = torch.randn(5, 8, generator=draw), torch.randn(5, 8, generator=draw)
-    apart = [distance(LAYOUT, a[k : k + 1], b[k : k + 1], 0.1) for k in range(5)]
-    for together, alone in zip(distance(LAYOUT, a, b, 0.1), zip(*apart, strict=True), strict=True):
+    apart = [distance(LAYOUT, a[k : k + 1], b[k : k + 1], 0.1, "averaged") for k in range(5)]
+    for together, alone in zip(distance(LAYOUT, a, b, 0.1, "averaged"), zip(*apart, strict=True), strict=True):
         assert torch.allclose(together, torch.cat(alone))
 
 
 def test_a_gradient_of_zeros_is_at_distance_one_a_layer_and_has_a_finite_slope():
-    found, slope = distance(LAYOUT, torch.zeros(1, 8), torch.ones(1, 8), 0.0)
+    found, slope = distance(LAYOUT, torch.zeros(1, 8), torch.ones(1, 8), 0.0, "averaged")
     assert found.tolist() == [2.0]
     assert slope.isfinite().all()
 
@@ -61,7 +61,7 @@ def test_a_row_that_is_rounding_beside_the_others_has_no_direction():
     """Such as a convolution's bias before a normalisation, which takes every constant away."""
     rounding = torch.tensor([[1.0, 2, 3, 4, 5, 6, 1e-7, -1e-7]])
     real = torch.tensor([[1.0, 2, 3, 4, 5, 6, 1e-8, 1e-2]])
-    found, slope = distance(LAYOUT, rounding, real, 0.0)
+    found, slope = distance(LAYOUT, rounding, real, 0.0, "averaged")
     assert found.tolist() == pytest.approx([1.0], abs=1e-3)
     assert 1e2 < float(slope[0, 6:].abs().max()) < 2e3  # its own norm would make it ten million
 

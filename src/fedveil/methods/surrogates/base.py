@@ -153,7 +153,7 @@ class Surrogates(Method):
         device = task.device
         images = torch.cat([each.images for each in sets]).to(device)
         labels = torch.cat([each.labels for each in sets]).to(device, torch.int64)
-        counts = [each.records if self.weighting == "records" else 1 for each in sets]
+        counts = self.counts(sets)
         share = torch.cat([torch.full((len(s.labels),), n / len(s.labels)) for s, n in zip(sets, counts, strict=True)])
         share = (share / share.sum()).to(device)
         reach = self.reach([each.radius for each in sets])
@@ -174,6 +174,10 @@ class Surrogates(Method):
             radii = [each.radius for each in sets]
             figures |= {"radius_least": min(radii), "radius_most": max(radii)}
         return weights[0], figures
+
+    def counts(self, sets: Sequence[Surrogate]) -> list[int]:
+        """Return the weight of each client."""
+        return [each.records if self.weighting == "records" else 1 for each in sets]
 
     def reach(self, radii: Sequence[float]) -> float:
         """The radius of the server's trust region."""

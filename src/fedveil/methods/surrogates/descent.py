@@ -52,13 +52,13 @@ def descend(
         within = away < reach
         moved = weights - (rates.index_select(0, cursor) * scale * within)[:, None] * slope
         there, found = gradient(moved)
-        lower = within & (found.isfinite() if descent == "plain" else found < loss)
-        weights.copy_(torch.where(lower[:, None], moved, weights))
-        slope.copy_(torch.where(lower[:, None], there, slope))
-        loss.copy_(torch.where(lower, found, loss))
-        scale.copy_(torch.where(within & ~lower, scale / 2, scale))
+        accepted = within & (found.isfinite() if descent == "plain" else found < loss)
+        weights.copy_(torch.where(accepted[:, None], moved, weights))
+        slope.copy_(torch.where(accepted[:, None], there, slope))
+        loss.copy_(torch.where(accepted, found, loss))
+        scale.copy_(torch.where(within & ~accepted, scale / 2, scale))
         away.copy_(torch.linalg.vector_norm(weights - start, dim=1))
-        taken.add_(lower)
+        taken.add_(accepted)
         tried.add_(within)
         cursor.add_(1)
         if watch:

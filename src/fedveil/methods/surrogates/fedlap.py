@@ -94,7 +94,9 @@ class FedLap(Surrogates):
             if getattr(self, name) < 1:
                 raise ValueError(f"method.{name} is {getattr(self, name)}; it is at least 1")
         if min(self.model_steps, self.refits, self.mse) < 0 or self.model_lr <= 0:
-            raise ValueError("method.model_steps, refits and mse are 0 or more, and method.model_lr is above 0")
+            raise ValueError(
+                "method.model_steps, method.refits and method.mse must be 0 or more, and method.model_lr above 0"
+            )
         if self.distance not in DISTANCES:
             raise ValueError(f"method.distance is '{self.distance}'; use {', '.join(DISTANCES)}")
         if self.distance == "mse" and not self.mse:
@@ -164,8 +166,7 @@ class FedLap(Surrogates):
                     aiming.run(1)
                     fitting.run(self.image_steps)
                     change.advance()
-                    if self.refits:
-                        mean.add_(goal, alpha=1 / self.batches)
+                    mean.add_(goal, alpha=1 / self.batches)
                 if self.refits:
                     places.append((weights.clone(), mean, within.clone()))
                 steps = falling[number * self.model_steps : (number + 1) * self.model_steps]
@@ -234,7 +235,7 @@ class FedLap(Surrogates):
     def optimise(self, task: Task, w: Tensor, sets: Sequence[Surrogate]) -> tuple[Tensor, dict[str, float]]:
         if not self.calibrate:
             return super().optimise(task, w, sets)
-        counts = [each.records if self.weighting == "records" else 1 for each in sets]
+        counts = self.counts(sets)
         slope = calibrated_slope(task, w.to(task.device), sets, [n / sum(counts) for n in counts])
         return w.to(task.device) - self.lr * slope, {"moved": self.lr * float(slope.norm()), "server_steps": 1.0}
 

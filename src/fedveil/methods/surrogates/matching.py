@@ -14,9 +14,7 @@ DISTANCES = ("averaged", "paper", "mse")
 SMALLEST = 1e-4  # of the whole gradient is a row that counts: a bias before a normalisation has nothing but rounding
 
 
-def distance(
-    layout: Layout, synthetic: Tensor, real: Tensor, mse: float, kind: str = "averaged"
-) -> tuple[Tensor, Tensor]:
+def distance(layout: Layout, synthetic: Tensor, real: Tensor, mse: float, kind: str) -> tuple[Tensor, Tensor]:
     """Between gradients [C, d] and [C, d], a number a client, [C]: cosine distances of output rows + `mse` ×
     ‖difference‖² (FedLAP-DP, eqs. 9 and 10). And its gradient with respect to `synthetic`, [C, d], written out:
     autograd would launch three times as many kernels.
