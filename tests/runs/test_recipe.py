@@ -133,7 +133,7 @@ def test_a_wrong_change_is_one_sentence(change: str, sentence: str) -> None:
         ("fedavg", "local.beta2=-0.1", r"local\.momentum and local\.beta2 are from 0 to below 1"),
         ("fedavg", "local.weight_decay=-0.1", r"local\.weight_decay is at least 0"),
         ("fedavg", "local.decay=0.0", r"local\.decay above 0"),
-        ("fedavg", "local.decay_after=5", r"'method\.local\.decay_after' is 5; it must be a list"),
+        ("fedavg", "local.decay_after=5", r"'method\.local\.decay_after' is 5; it must be a list of whole numbers"),
         ("fedavg", "local.decay_after=[5]", r"local\.decay_after is \[5\], with local\.decay 1; .* other than 1"),
         ("fedavg", "local={decay = 0.2, decay_after = [5, 3]}", r"local\.decay_after is \[5, 3\], .* increasing order"),
         ("fedavg", "local={decay = 0.2, decay_after = [0]}", r"local\.decay_after is \[0\], .* rounds from 1"),

@@ -295,6 +295,8 @@ def _called(hint: Any) -> str:
         return " or ".join(_called(t) for t in typing.get_args(hint) if t is not type(None))
     if typing.get_origin(hint) is typing.Literal:
         return " or ".join(json.dumps(value) for value in typing.get_args(hint))
+    if typing.get_origin(hint) in (list, tuple) and typing.get_args(hint)[0] is int:
+        return "a list of whole numbers"
     return words.get(typing.get_origin(hint) or hint, str(hint))
 
 
