@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import torch
 from hypothesis import settings
 
 from fedveil.gpu.graphs import one_thread
@@ -24,3 +25,12 @@ def still_one_thread(threads):
     """The command line sets as many as a run asks for, and a forked child of the next test would wait for them."""
     with one_thread():
         yield
+
+
+@pytest.fixture
+def tensor_cores():
+    """Products in the precision that the engine sets on a GPU."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)

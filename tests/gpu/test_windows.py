@@ -215,6 +215,7 @@ def agree(layer, plain, x, *others, shared=False):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore::UserWarning", "error:a step runs uncompiled")  # the compiler warns of its own
 def test_on_a_gpu():
     assert w.kernels()
     compare("cuda")
@@ -222,8 +223,10 @@ def test_on_a_gpu():
 
 def test_in_the_interpreter():
     pytest.importorskip("triton")
-    code = "import sys; sys.path.insert(0, 'tests'); import test_windows as t; t.w.BLOCK = 64; t.compare('cpu')"
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"TRITON_INTERPRET": "1"})
+    code = "import test_windows as t; t.w.BLOCK = 64; t.compare('cpu')"
+    paths = os.pathsep.join(["tests", "tests/gpu", os.environ.get("PYTHONPATH", "")])
+    settings = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-c", code], check=True, env=settings)
 
 
 @pytest.mark.parametrize("window", [Window(3, 3, 1, 1, 1, 1), Window(5, 3, 2, 2, 0, 2), Window(1, 1, 2, 1, 0, 0)])

@@ -79,7 +79,7 @@ def test_long_gradients_do_not_lift_a_record_above_the_clipping_norm():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_gpu_clipping_keeps_to_the_norm():
+def test_gpu_clipping_keeps_to_the_norm(tensor_cores):
     assert clipping.plain_product() > 1 + 1e-5, "no TF32 here, so this tests nothing"
     assert all(moved <= 1 for moved in clipping.measured("cuda").values())
 
