@@ -11,7 +11,7 @@ from torch.nn.functional import cosine_similarity
 import fedveil as fv
 from benchmarks.clock import in_turns
 from fedveil import models
-from fedveil.codecs.directions import LAWS, Directions
+from fedveil.core.directions import LAWS, Directions
 from fedveil.data import from_tensors
 from fedveil.gpu.context import using
 from fedveil.gpu.graphs import one_thread

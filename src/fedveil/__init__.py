@@ -12,6 +12,7 @@ from fedveil.codecs.tiers import Tiers
 from fedveil.codecs.tofu import TofuCodec
 from fedveil.codecs.topk import TopK
 from fedveil.codecs.zstd import Zstd
+from fedveil.core.batchnorm import group_norm
 from fedveil.core.cohort import Answers, Cohort
 from fedveil.core.ledger import Ledger, Result, Row
 from fedveil.core.loop import Federation
@@ -109,6 +110,7 @@ __all__ = [
     "Vectors",
     "Zstd",
     "__version__",
+    "group_norm",
     "load",
     "load_plugins",
     "plot",

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedveil.core.cohort import Engine
 from fedveil.core.identity import Identities
 from fedveil.core.ledger import Ledger, Result, Row
-from fedveil.core.loop import Federation
+from fedveil.core.loop import Federation, trained_task
 from fedveil.core.message import moved
 from fedveil.core.method import Method
 from fedveil.core.outcome import (
@@ -126,7 +126,7 @@ def run(
             stopped = "target" if reached(row, target) else "interrupt" if stop() else ""
         if learned_nothing(ledger):
             warnings.warn(nothing_learned(ledger), RuntimeWarning, stacklevel=2)
-        return Result(method.name, state.weights.cpu(), ledger, task, stopped or "rounds")
+        return Result(method.name, state.weights.cpu(), ledger, trained_task(task, state), stopped or "rounds")
 
 
 def plot(result: Result) -> Figure:

@@ -92,9 +92,7 @@ class Noisy(nn.Linear):
 
 
 def frozen():
-    model = nn.Linear(4, 3)
-    model.bias.requires_grad_(False)
-    return model
+    return nn.Linear(4, 3).requires_grad_(False)
 
 
 class Pair(nn.Linear):
@@ -103,12 +101,10 @@ class Pair(nn.Linear):
 
 
 IMPURE = [
-    (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), "layer '1'.*mixes the records of a batch.*use nn.GroupNorm"),
-    (nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), r"layer '1' \(Dropout\) draws random numbers.*remove it"),
     (Counter(), "buffer 'calls' changes when the model runs"),
     (Noisy(4, 3), "two outputs for one input"),
     (nn.Linear(4, 3).double(), r"'weight' is torch.float64.*call model.float\(\)"),
-    (frozen(), "'bias' is frozen; register it as a buffer"),
+    (frozen(), "no parameter of the model requires gradients"),
     (nn.Flatten(), "nothing to train"),
     (nn.Linear(5, 3), r"does not take inputs of shape \(4,\)"),
     (Pair(4, 3), "returns a tuple; it must return one tensor"),
@@ -148,6 +144,7 @@ def test_a_model_that_cannot_be_stacked_trains_one_client_at_a_time_with_a_notic
     ids=["privacy", "fedsgd", "tofu", "fedsynth", "baffle", "fedlap"],
 )
 def test_a_model_that_cannot_be_stacked_still_learns_whatever_a_method_stacks(method):
+    torch.manual_seed(1)
     with pytest.warns(UserWarning, match="cannot be stacked"):
         task = task_with(Unstackable(4, 3))
     result = fv.run(task, method, rounds=2, cohort=2)
@@ -360,7 +357,7 @@ def test_text_trains_too():
 
 
 def test_layout_of_a_stack():
-    layout = Layout.of(nn.Linear(3, 2))
+    layout = Layout.of(dict(nn.Linear(3, 2).named_parameters()))
     parts = layout.split(torch.arange(16.0).view(2, 8))
     assert parts["weight"].shape == (2, 2, 3)
     assert parts["bias"].tolist() == [[6.0, 7.0], [14.0, 15.0]]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedveil as fv
-from fedveil.codecs.directions import Directions
+from fedveil.core.directions import Directions
 from fedveil.core.message import Slots
 from fedveil.core.stack import ClientStack
 from fedveil.data import from_tensors
@@ -204,13 +204,12 @@ def contrast(logits, y):
 
 
 MIXING = {
-    "BatchNorm": (conv(nn.BatchNorm2d(4)), IMAGE, r"layer '1' \(BatchNorm2d\) mixes"),
     "BatchNorm without running statistics": (
         conv(nn.BatchNorm2d(4, track_running_stats=False)),
         IMAGE,
-        r"layer '1' \(BatchNorm2d\) mixes the records of a batch.*use nn.GroupNorm, nn.LayerNorm or nn.InstanceNorm",
+        r"layer '1' \(BatchNorm2d\) keeps no running statistics.*set track_running_stats=True.*fv.group_norm",
     ),
-    "SyncBatchNorm": (conv(nn.SyncBatchNorm(4, track_running_stats=False)), IMAGE, r"\(SyncBatchNorm\) mixes"),
+    "SyncBatchNorm": (conv(nn.SyncBatchNorm(4, track_running_stats=False)), IMAGE, r"\(SyncBatchNorm\) keeps no"),
     "InstanceNorm": (
         conv(nn.InstanceNorm2d(4, track_running_stats=True)),
         IMAGE,

@@ -112,9 +112,9 @@ class Planted(Task):
         held = task.clients.held
         return held and tuple(held[k] for k in clients)
 
-    def stacked_losses(self, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    def stacked_losses(self, w: Tensor, x: Tensor, y: Tensor, key: Tensor | None = None) -> Tensor:
         planted, number = canary(x, 2), -x.flatten(2)[..., 0] - FIRST
-        usual = super().stacked_losses(w, x.masked_fill(planted, 0), y)
+        usual = super().stacked_losses(w, x.masked_fill(planted, 0), y, key)
         own = self.length * w.gather(1, self.places[number.long().clamp(min=0)])
         return torch.where(planted.flatten(1), own, usual)
 

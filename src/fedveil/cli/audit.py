@@ -18,6 +18,7 @@ from fedveil.cli.jobs import Job
 from fedveil.cli.options import Format, Shown, argument, option
 from fedveil.cli.progress import LINE_EVERY
 from fedveil.cli.shell import err, out, say
+from fedveil.core.loop import trained_task
 from fedveil.core.seeds import Seed
 from fedveil.core.setup import private_root
 from fedveil.gpu.context import using
@@ -72,6 +73,7 @@ def _audited(job: Job, saved: Saved, records: int, canaries: int, answers: int, 
 
     plan = job.recipe
     task = plan.on(job.data(False, {}), job.where.device)
+    task = trained_task(task, saved.state)
     w, seed = saved.state.weights.to(task.device), Seed.root(plan.seed).child("audit")
     if w.shape != task.initial.shape:
         raise ValueError(f"{job.path} holds {w.numel()} weights, its recipe's model has {task.layout.size}")

@@ -283,7 +283,8 @@ class _Own:
     def logits(self, task: Task, w: Tensor) -> Tensor:
         if w.is_cuda and not torch.is_grad_enabled():  # so many records keep a GPU busy a client at a time
             return torch.stack([task.f(row, x) for row, x in zip(w, self.x, strict=True)])
-        return task.stacked(task.f)(w, self.x)
+        logits: Tensor = task.stacked(task.f)(w, self.x)
+        return logits
 
     def mean(self, losses: Tensor) -> Tensor:
         return (losses * self.mask).sum(1) / self.mask.sum(1)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+import fnmatch
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedveil.core.batchnorm import Batches, BatchNorms
 from fedveil.core.data import Data
-from fedveil.core.functional import call, first_line
+from fedveil.core.functional import Inputs, call, first_line, output
 from fedveil.core.losses import LOSSES, Loss
+from fedveil.core.modes import Modes
+from fedveil.core.noise import Seeded
 
 ALIKE = 1e-3  # of the largest output is what rounding may change
 
@@ -35,59 +39,88 @@ MIXES = "mixes the records of a batch, so that padding changes a client's update
 INSTEAD = "nn.GroupNorm, nn.LayerNorm or nn.InstanceNorm without running statistics"
 
 
-def validate_pure(model: nn.Module, x: Tensor) -> None:
-    """Refuse a model whose output depends on anything but its weights and its input, and say what to use instead."""
-    if not any(True for _ in model.parameters()):
+def trained_names(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
+    """The names of the parameters that are trained: those that match a pattern, or that require gradients."""
+    parameters = dict(model.named_parameters())
+    if not parameters:
         raise ValueError("the model has no parameters; there is nothing to train")
-    for name, parameter in model.named_parameters():
-        if parameter.dtype != torch.float32:
+    names = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    if patterns is not None:
+        if isinstance(patterns, str) or not patterns:
+            raise ValueError(f'trainable is {patterns!r}; it is a list of patterns, such as ["head.*"]')
+        for pattern in patterns:
+            if not fnmatch.filter(parameters, pattern):
+                some = ", ".join(list(parameters)[:3])
+                raise ValueError(f"trainable has the pattern '{pattern}', which matches no parameter; some are {some}")
+        names = [name for name in parameters if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    if not names:
+        raise ValueError('no parameter of the model requires gradients; name some with trainable=["head.*"]')
+    for name in names:
+        if parameters[name].dtype != torch.float32:
             raise ValueError(
-                f"parameter '{name}' is {parameter.dtype}; fedveil trains float32 weights: call model.float()"
+                f"parameter '{name}' is {parameters[name].dtype}; fedveil trains float32 weights: call model.float(), "
+                "or leave it out of what is trained"
             )
-        if not parameter.requires_grad:
+    return names
+
+
+def validate_pure(modes: Modes, norms: BatchNorms, x: Tensor, inputs: Inputs) -> bool:
+    """Refuse a model whose output depends on anything but weights, input and a key, and say what to use instead.
+
+    Return whether it works differently in training for another reason than batch norm: it draws random numbers.
+    """
+    for name, module in modes.training.named_modules():
+        if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats and module.training:
             raise ValueError(
-                f"parameter '{name}' is frozen; register it as a buffer so that it is not part of the weights"
+                f"layer '{name}' ({type(module).__name__}) keeps running statistics, which are not weights; set "
+                "track_running_stats=False"
             )
-    for name, module in model.named_modules():
-        told = f"layer '{name}' ({type(module).__name__})"
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise ValueError(f"{told} {MIXES}; use {INSTEAD}")
-        if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
-            raise ValueError(f"{told} keeps running statistics, which are not weights; set track_running_stats=False")
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            raise ValueError(
-                f"layer '{name}' (Dropout) draws random numbers, so the model is no function of its weights; remove it"
-            )
-    probe = copy.deepcopy(model).cpu().train()
+    key = torch.tensor(0)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        before = {name: b.clone() for name, b in probe.named_buffers()}
-        first, second = call(probe, x), call(probe, x)
-    for name, buffer in probe.named_buffers():
+        evaluated = _twice(modes.evaluation, x, inputs)
+        seeded = [Seeded(key), Seeded(key)]
+        with Batches(torch.ones(len(x)), norms.places(modes.training)):
+            trained = _twice(modes.training, x, inputs, seeded)
+    return seeded[0].calls > 0 or not (len(norms) or torch.equal(evaluated, trained))
+
+
+def _twice(
+    model: nn.Module, x: Tensor, inputs: Inputs, within: Sequence[Any] = (nullcontext(), nullcontext())
+) -> Tensor:
+    """The output of a model for some records, which must be the same if it is called again."""
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    outputs = []
+    for context in within:
+        with context:
+            outputs.append(call(model, x, inputs))
+    for name, buffer in model.named_buffers():
         if not torch.equal(before[name], buffer):
             raise ValueError(
                 f"buffer '{name}' changes when the model runs; keep it constant or make it a layer's output"
             )
-    if not torch.equal(first, second):
+    if not torch.equal(*(each.nan_to_num() for each in outputs)):
         raise ValueError(
-            "the model gives two outputs for one input; remove what draws random numbers or keeps state between calls"
+            "the model gives two outputs for one input; remove what keeps state between calls, and draw random numbers "
+            "in training mode only, by dropout, torch.rand, randn, rand_like, randn_like or bernoulli"
         )
+    return outputs[0]
 
 
-def validate_unmixed(loss: Loss, model: nn.Module, data: Data) -> None:
+def validate_unmixed(loss: Loss, model: nn.Module, data: Data, inputs: Inputs) -> None:
     """Refuse a model or a loss in which the records of a batch change each other's loss, as padding then would too."""
     chosen = torch.linspace(0, len(data.x) - 1, min(4, len(data.x))).long()
     x, y = data.x[chosen], data.y[chosen]
-    probe = copy.deepcopy(model).cpu().train()
+    probe = copy.deepcopy(model)
     with torch.no_grad():
-        _losses(loss, call(probe, data.x[:2]), data.y[:2])
+        _losses(loss, call(probe, data.x[:2], inputs), data.y[:2])
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in probe.parameters():
             if parameter.numel() and parameter.min() == parameter.max():  # a layer that starts at 0 hides what it does
-                parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.1)
-        together, ones = call(probe, x), [x[i : i + 1] for i in range(len(x))]
+                parameter.add_(torch.randn(parameter.shape, generator=draw).to(parameter), alpha=0.1)
+        together, ones = call(probe, x, inputs), [x[i : i + 1] for i in range(len(x))]
         try:
-            alone = torch.cat([probe(one) for one in ones])
+            alone = torch.cat([output(_given(probe, one, inputs)) for one in ones])
         except Exception as error:  # whatever a layer may say
             raise ValueError(
                 f"the model does not take a batch of one record ({first_line(error)}); "
@@ -95,7 +128,7 @@ def validate_unmixed(loss: Loss, model: nn.Module, data: Data) -> None:
             ) from error
         if not _alike(together, alone):
             raise ValueError(
-                f"{_mixer(probe, x, ones[-1])} {MIXES}; use {INSTEAD}, and keep records in the first dimension"
+                f"{_mixer(probe, x, ones[-1], inputs)} {MIXES}; use {INSTEAD}, and keep records in the first dimension"
             )
         each = torch.cat([_losses(loss, together[i : i + 1], y[i : i + 1]) for i in range(len(y))])
         if not _alike(_losses(loss, together, y), each):
@@ -105,7 +138,12 @@ def validate_unmixed(loss: Loss, model: nn.Module, data: Data) -> None:
             )
 
 
-def _mixer(model: nn.Module, x: Tensor, last: Tensor) -> str:
+def _given(model: nn.Module, x: Tensor, inputs: Inputs) -> Any:
+    args, kwargs = inputs(x)
+    return model(*args, **kwargs)
+
+
+def _mixer(model: nn.Module, x: Tensor, last: Tensor, inputs: Inputs) -> str:
     """The innermost layer that gives the last record of `x` [B, …] something else than it gives it alone."""
     seen: dict[nn.Module, list[tuple[Any, Any]]] = {}  # in the order in which layers finish
     single: dict[nn.Module, list[tuple[Any, Any]]] = {}
@@ -115,7 +153,7 @@ def _mixer(model: nn.Module, x: Tensor, last: Tensor) -> str:
             notes.setdefault(layer, []).append((given, out))
 
         hooks = [layer.register_forward_hook(note) for layer in model.modules()]
-        model(batch)
+        _given(model, batch, inputs)
         for hook in hooks:
             hook.remove()
     names = {layer: name for name, layer in model.named_modules()}
@@ -142,11 +180,9 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return bool((difference.amax() <= ALIKE * size.amax()) & (a.isfinite() == b.isfinite()).all())
 
 
-def gives_class_scores(loss: Loss, model: nn.Module, data: Data) -> bool:
+def gives_class_scores(loss: Loss, logits: Tensor, data: Data) -> bool:
     """Whether a model's outputs are scores of the classes, the more the likelier: they fit the labels, and of outputs
     that name one class the loss is lowest for the one that names the label."""
-    with torch.no_grad():
-        logits = call(copy.deepcopy(model).cpu(), data.x[:1])
     if logits.dim() < 2 or logits.shape[:-1] != data.y[:1].shape or logits.shape[-1] < data.classes:
         return False
     if loss in LOSSES.values() or data.classes == 1:

@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedveil.core.structure import Structure
+
 
 @dataclass(frozen=True, eq=False)
 class Data:
@@ -33,6 +35,7 @@ class Data:
     groups: Tensor | None = None  # [n] int64: the natural owner of each record
     mean: tuple[float, ...] = ()  # a number a channel
     std: tuple[float, ...] = ()
+    structure: Structure | None = None  # how x holds the tensors of a record, where there are several
 
     @property
     def input(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,12 @@ class Layout:
     layers: tuple[Layer, ...]
 
     @staticmethod
-    def of(model: nn.Module) -> Layout:
+    def of(tensors: Mapping[str, Tensor]) -> Layout:
+        """Return the layout of named tensors, one after the other."""
         layers, start = [], 0
-        for name, parameter in model.named_parameters():
-            layers.append(Layer(name, tuple(parameter.shape), start, start + parameter.numel()))
-            start += parameter.numel()
+        for name, tensor in tensors.items():
+            layers.append(Layer(name, tuple(tensor.shape), start, start + tensor.numel()))
+            start += tensor.numel()
         return Layout(tuple(layers))
 
     @property

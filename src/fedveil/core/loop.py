@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedveil.core import schema
 from fedveil.core.account import Tally
+from fedveil.core.batchnorm import SLOT, Norms
 from fedveil.core.clients import Clients
 from fedveil.core.cohort import BelowQuorum, Cohort, Engine, _Round
 from fedveil.core.identity import Identities
@@ -69,11 +70,24 @@ class Federation:
             row.events.append(f"below quorum: {error}; the weights stay as they were")
         row.events += getattr(self.engine, "events", list)()  # an engine may have some of its own
         if number % self.evaluate_every == 0 or number == rounds:
-            row.metrics.update(self.task.evaluate(state.weights))
+            row.metrics.update(self.evaluated(state))
         for name in [name for name, value in row.metrics.items() if not math.isfinite(value)]:
             row.events.append(f"{name} is {row.metrics.pop(name)}: the run may have diverged")  # no such number in JSON
         row.seconds = time.perf_counter() - began
         return state, row
+
+    def evaluated(self, state: State) -> dict[str, float]:
+        """The metrics of a state; where batch norm layers stay with the clients, their means over those who have some.
+
+        Each client's own layers are needed for that, which only an engine within this process can look at."""
+        if self.task.norms.policy != "local":
+            return trained_task(self.task, state).evaluate(state.weights)
+        held = self.clients.memory.entries.values()
+        own = [next((e[3] for e in reversed(entries) if e[2] == SLOT), None) for entries in held]
+        each = [self.task.at(norms.statistics).evaluate(state.weights) for norms in own if isinstance(norms, Norms)]
+        if not each:
+            return self.task.evaluate(state.weights)
+        return {name: math.fsum(metrics[name] for metrics in each) / len(each) for name in each[0]}
 
     def drawn(self, number: int, secret: Seed) -> tuple[int, ...]:
         """The cohort of a round: public, unless being drawn is what differential privacy hides."""
@@ -87,6 +101,12 @@ class Federation:
     def _private(self, number: int) -> Seed:
         """The server's private seed of a round."""
         return Seed.private() if self.secret is None else self.secret.child("server", number)
+
+
+def trained_task(task: Task, state: State) -> Task:
+    """The task with the running statistics of a state."""
+    norms = state.slots.get(SLOT)
+    return task.at(norms.statistics) if isinstance(norms, Norms) else task
 
 
 def _unusable(state: Record) -> str:

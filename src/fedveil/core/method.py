@@ -70,6 +70,10 @@ class Method(Exchange):
         """What the model has to allow, by the names in `task.WAYS_OUT`."""
         return (GRADIENTS,)
 
+    def no_batch_norm(self, policy: str) -> str:
+        """Why the method cannot train batch norm layers under a policy; empty if it can."""
+        return "it compares models at fixed running statistics"
+
     @property
     def promise(self) -> Promise | None:
         """The differential privacy that the method promises; None: none."""

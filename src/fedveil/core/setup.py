@@ -57,6 +57,11 @@ def init_state(task: Task, method: Method, cohort: CohortSampler) -> State:
         )
     if account := method.account(task, cohort):
         account.validate()
+    if task.norms.policy and (why := method.no_batch_norm(task.norms.policy)):
+        raise ValueError(
+            f"{method.name} with these settings cannot train batch norm layers that are {task.norms.policy}: {why}; "
+            'set batch_norm to "frozen", or replace them with fv.group_norm(model)'
+        )
     state = method.init_state(task)
     for operation in method.needs:
         task.require(operation, method.name)

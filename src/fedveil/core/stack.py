@@ -44,6 +44,7 @@ class ClientStack:
     identities: Identities = field(default_factory=lambda: Identities({}, {}))  # who signs, and whose keys are known
     debug: bool = False  # whoever asks wants to see exceptions
     sizes: Mapping[str, Size] = field(default_factory=dict)  # what the dimension names in questions stand for
+    norms: Tensor | None = None  # [C, e]: what batch norm layers hold beside the weights; training replaces it
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -60,6 +61,11 @@ class ClientStack:
     def secrets(self, purpose: str) -> list[Seed]:
         """A private stream for each client, fresh for every question."""
         return [self.secret.child(k, purpose) for k in self.clients]
+
+    def keys(self, purpose: str) -> Tensor:
+        """A public key for each client, int64 [C], from which random numbers are regrown (see `directions`)."""
+        seeds = [int.from_bytes(seed.key[:8], "little", signed=True) for seed in self.seeds(purpose)]
+        return torch.tensor(seeds, device=self.task.device)
 
     def slot(self, part: str) -> list[Any]:
         """What each client remembers of a part of the method; None: nothing yet."""

@@ -10,18 +10,25 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
+from torch.utils._pytree import tree_map
 
+from fedveil.core import batchnorm
+from fedveil.core.batchnorm import Batches
 from fedveil.core.capability import GRADIENTS, RECORD_GRADIENTS, SECOND_DERIVATIVES, SOFT_LABELS, WAYS_OUT
-from fedveil.core.checks import full_precision, gives_class_scores, validate_pure, validate_unmixed
+from fedveil.core.checks import full_precision, gives_class_scores, trained_names, validate_pure, validate_unmixed
 from fedveil.core.data import Data, Rows, Split
-from fedveil.core.functional import Pure, count_work, first_line
+from fedveil.core.functional import Pure, call, count_work, first_line
 from fedveil.core.layout import Layout
 from fedveil.core.losses import LOSSES, Loss
 from fedveil.core.message import Size
+from fedveil.core.modes import Modes
+from fedveil.core.noise import Seeded
+from fedveil.core.structure import inputs_of
 from fedveil.gpu.graphs import Fused
 from fedveil.gpu.products import Products
 
@@ -32,10 +39,14 @@ STACKED = 0.01  # of a gradient is what stacking may change
 class Task:
     """What is learned, and from whose data.
 
-    model: any module that is a pure function of its parameters and its input; its present weights are the initial ones
+    model: any module; its present weights are the initial ones, and a layer in eval mode stays in eval mode
     data:  a `fedveil.data.Data` (see `fedveil.data.load`, `from_tensors`, `from_dataset`, `from_folder`)
     split: a `fedveil.data.Split`: which records each client holds
     loss:  a name from `LOSSES`, or a function (logits, y) -> loss of each record [B]
+    trainable:  patterns of the names of parameters that are trained, such as "head.*"; by default those that require
+                gradients. All others are constants: they are not sent, and a stack of clients shares one copy
+    batch_norm: "federated", "local" or "frozen" (see `batchnorm`); by default layers in eval mode or whose weights are
+                not trained are frozen, and all others federated
     """
 
     def __init__(
@@ -45,77 +56,142 @@ class Task:
         split: Split,
         *,
         loss: str | Loss = "cross-entropy",
+        trainable: Sequence[str] | None = None,
+        batch_norm: str | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
-        validate_pure(model, data.x[:2])
+        names = trained_names(model, trainable)
+        batchnorm.require_statistics(model)
+        self.norms = batchnorm.find(model, names, batch_norm)
         self.device = torch.device(device)
         self.data, self.clients = data, split
         self.loss = LOSSES[loss] if isinstance(loss, str) else loss
+        inputs = inputs_of(data.structure, model)
+        probe = Modes.of(copy.deepcopy(model).cpu(), self.norms, notice=True)
+        self.noisy = validate_pure(probe, self.norms, data.x[:2], inputs)
         with full_precision():
-            validate_unmixed(self.loss, model, data)
-        self.scores = gives_class_scores(self.loss, model, data)
+            validate_unmixed(self.loss, probe.evaluation, data, inputs)
+        with torch.no_grad():
+            self.scores = gives_class_scores(self.loss, call(probe.evaluation, data.x[:1], inputs), data)
+        self.work, self.activations = count_work(probe.evaluation, data.x[:2], inputs)
         self.x, self.y = data.x.to(self.device), data.y.to(self.device)
         self.test_x, self.test_y = data.test_x.to(self.device), data.test_y.to(self.device)
-        self.model = copy.deepcopy(model).to(self.device).train()
-        self._pure = Pure(self.model)
-        self.layout = Layout.of(model)
-        self.initial = self.layout.join(dict(model.named_parameters())).detach().to(self.device, torch.float32).clone()
-        self.work, self.activations = count_work(model, data.x[:2])
+        self.model = copy.deepcopy(model).to(self.device).requires_grad_(False)
+        parameters = {name: p for name, p in self.model.named_parameters() if name in names}
+        beside = [layer.name for layer in self.norms.layout.layers]
+        self.layout = Layout.of({name: p for name, p in parameters.items() if name not in beside})
+        self.initial = self.layout.join(parameters).to(self.device, torch.float32).clone()
+        self.norms = self.norms.at(self.norms.values.to(self.device))
+        modes, given = Modes.of(self.model, self.norms), [*parameters, *beside]
+        self._pure = Pure(modes.evaluation, given, inputs)
+        self._in_training = Pure(modes.training, given, inputs)
         self._fused: dict[Hashable, Fused] = {}
         self._tried: dict[str, str] = {}
         self.stackable = True
         with full_precision():
             self.stackable = self._try_vmap()
 
+    @property
+    def has_training_mode(self) -> bool:
+        """Whether the model works differently in training: it draws random numbers or keeps running statistics."""
+        return self.noisy or bool(len(self.norms))
+
+    def at(self, norms: Tensor) -> Task:
+        """The same task with other values [e] of its batch norm layers, as training left them."""
+        other = copy.copy(self)
+        other.norms, other._fused = self.norms.at(norms.to(self.device)), {}
+        return other
+
     def f(self, w: Tensor, x: Tensor) -> Tensor:
-        """The model as a pure function: weights [d], inputs [B, *input] -> logits [B, K] (or [B, T, K])."""
-        return self._pure(self.layout.split(w), x)
+        """The model in evaluation, a pure function: weights [d], inputs [B, *input] -> logits [B, K] (or [B, T, K])."""
+        return self._pure(self.layout.split(w) | self.norms.split(), x)
+
+    def train_f(self, w: Tensor, statistics: Tensor, x: Tensor, mask: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """The model in training as a pure function.
+
+        Weights, and those that batch norm layers keep to themselves [d + p], running statistics [s], inputs
+        [B, *input], mask [B] (0 for padding) and the key of all random numbers [] -> logits as `f` gives them, and new
+        running statistics [s].
+        """
+        w, own = w.tensor_split([self.layout.size])
+        given = self.layout.split(w) | self.norms.split(torch.cat([own, statistics]))
+        batches = Batches(mask, {id(given[name]): name for name in self.norms.statistics})
+        with Seeded(key), batches:
+            logits = self._in_training(given, x)
+        if not batches.found:
+            return logits, statistics
+        return logits, self.norms.layout.join(given | batches.found)[self.norms.trained :]
 
     def by_layer(self, weights: Callable[[str], Tensor], x: Tensor) -> Tensor:
-        """The same, where `weights` gives a layer's weights [*shape] by its name; it is asked when that layer runs."""
-        return self._pure.by_layer(weights, x)
+        """`f`, where `weights` gives a layer's weights [*shape] by its name; it is asked when that layer runs."""
+        constants = self.norms.split()
+        return self._pure.by_layer(lambda name: constants[name] if name in constants else weights(name), x)
 
     def losses(self, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """The loss of each record, [B]."""
         return self.loss(self.f(w, x), y)
 
-    def stacked_losses(self, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    def stacked_losses(self, w: Tensor, x: Tensor, y: Tensor, key: Tensor | None = None) -> Tensor:
         """The same for C clients with weights of their own: [C, d], [C, B, …], [C, B] -> [C, B].
 
-        Only the model needs to be stacked: a loss of each record does not care whose record it is.
+        With keys [C] random numbers are drawn as in training, where there is no batch norm. Only the model needs to be
+        stacked: a loss of each record does not care whose record it is.
         """
-        logits = self.stacked(self.f)(w, x)
+        if key is None or not self.noisy or len(self.norms):
+            logits = self.stacked(self.f)(w, x)
+        else:
+            ones = torch.ones(x.shape[:2], device=x.device)
+            logits = self.stacked(self.train_f)(w, w.new_empty(len(w), 0), x, ones, key)[0]
         return self.loss(logits.flatten(0, 1), y.flatten(0, 1)).view(y.shape[:2])
 
-    def stacked(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def stacked(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` of one client's tensors -> the same of C clients' tensors, stacked. A stack of one needs no vmap,
         and a model that vmap cannot take is called once a client."""
 
-        def over(*tensors: Tensor) -> Tensor:
+        def over(*tensors: Tensor) -> Any:
             if len(tensors[0]) == 1:
-                return function(*(t[0] for t in tensors))[None]
+                return tree_map(lambda t: t[None], function(*(t[0] for t in tensors)))
             if not self.stackable:
-                return torch.stack([function(*own) for own in zip(*tensors, strict=True)])
+                each = [function(*own) for own in zip(*tensors, strict=True)]
+                return tree_map(lambda *own: torch.stack(own), *each)
             with Products() if tensors[0].is_cuda else nullcontext():
                 return vmap(function)(*tensors)
 
         return over
 
-    def gradient(self, w: Tensor, x: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def gradient(
+        self, w: Tensor, x: Tensor, y: Tensor, mask: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Each client's gradient of its mean loss, [C, d], and that loss, [C].
 
         `mask` [C, B] is 1 for a record and 0 for padding, so a client with fewer records has the right mean; a client
-        with none has gradient 0.
+        with none has gradient 0. With keys [C] random numbers are drawn as in training.
         """
         w = w.detach().requires_grad_()
-        mean = (self.stacked_losses(w, x, y) * mask).sum(1) / mask.sum(1).clamp(min=1)
+        mean = (self.stacked_losses(w, x, y, key) * mask).sum(1) / mask.sum(1).clamp(min=1)
         (gradient,) = torch.autograd.grad(mean.sum(), w)
         return gradient, mean.detach()
+
+    def train_gradient(
+        self, w: Tensor, statistics: Tensor, x: Tensor, y: Tensor, mask: Tensor, key: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same in training (see `train_f`): gradient [C, d + p], loss [C] and new running statistics [C, s]."""
+        w = w.detach().requires_grad_()
+        logits, statistics = self.stacked(self.train_f)(w, statistics, x, mask, key)
+        losses = self.loss(logits.flatten(0, 1), y.flatten(0, 1)).view(y.shape[:2])
+        mean = (losses * mask).sum(1) / mask.sum(1).clamp(min=1)
+        (gradient,) = torch.autograd.grad(mean.sum(), w)
+        return gradient, mean.detach(), statistics.detach()
 
     @property
     def fast_gradient(self) -> Fused:
         """`gradient`, compiled where that is asked for: for steps that are taken so often that it pays."""
         return self.fused("gradient", self.gradient)
+
+    @property
+    def fast_train_gradient(self) -> Fused:
+        """`train_gradient`, compiled where that is asked for."""
+        return self.fused("train gradient", self.train_gradient)
 
     def fused(self, name: str, function: Callable[..., tuple[Tensor, ...]], *settings: Hashable) -> Fused:
         """What is to be compiled of this task's work, by name and settings, so that it is compiled once."""
@@ -160,6 +236,7 @@ class Task:
             "input": self.data.input,
             "classes": self.data.classes,
             "records": self.largest,
+            "statistics": len(self.norms),
         }
 
     def require(self, operation: str, who: str) -> None:
@@ -208,13 +285,22 @@ class Task:
         """Whether clients can be stacked: one of two records and one of a single record, which is padded."""
         w, x, y = self._two_clients()
         mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]], device=self.device)
+        keys = torch.arange(2, device=self.device)
+        own, statistics = self.norms.values.expand(2, -1).tensor_split([self.norms.trained], 1)
+
+        def gradient(k: slice, held: slice = slice(None)) -> Tensor:
+            batch = x[k, held], y[k, held], mask[k, held]
+            if self.has_training_mode:
+                v = torch.cat([w[k], own[k]], 1)
+                return torch.cat(self.train_gradient(v, statistics[k], *batch, keys[k])[::2], 1)
+            return self.gradient(w[k], *batch)[0]
+
         try:
-            together, _ = self.gradient(w, x, y, mask)
+            together = gradient(slice(2))
         except RuntimeError as error:
             reason = first_line(error)
         else:
-            clients = ((slice(0, 1), slice(2)), (slice(1, 2), slice(1)))  # of two records and of one
-            alone = torch.cat([self.gradient(w[k], x[k, own], y[k, own], mask[k, own])[0] for k, own in clients])
+            alone = torch.cat([gradient(slice(0, 1), slice(2)), gradient(slice(1, 2), slice(1))])
             if not (together - alone).norm() > STACKED * alone.norm():
                 return True
             reason = "its gradients differ in a stack"

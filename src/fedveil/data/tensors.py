@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
 from fedveil.core.data import Data
+from fedveil.core.structure import Structure
 
 Values = Tensor | npt.NDArray[Any]
+Records = Values | Mapping[str, Any] | Sequence[Any]  # several tensors a record, in a dict, a tuple or a list
 
 
 def from_tensors(
-    x: Values,
+    x: Records,
     y: Values,
-    test_x: Values,
+    test_x: Records,
     test_y: Values,
     *,
     classes: int | None = None,
@@ -39,7 +42,8 @@ def from_tensors(
     if classes is None:
         highest = max((int(part.max()) for part in (y, test_y) if part.numel()), default=0)
         classes = len(labels) if labels is not None else highest + 1
-    x, test_x = _inputs(x), _inputs(test_x)
+    structure = None if isinstance(x, (Tensor, np.ndarray)) else Structure.of(_each(x))
+    x, test_x = (_inputs(part) if structure is None else structure.pack(_each(part)) for part in (x, test_x))
     channels = x.shape[1] if x.ndim == 4 else 0
     data = Data(
         name=name,
@@ -52,6 +56,7 @@ def from_tensors(
         groups=None if groups is None else _whole(groups, "groups"),
         mean=(0.0,) * channels if mean is None else tuple(mean),
         std=(1.0,) * channels if std is None else tuple(std),
+        structure=structure,
     )
     if mean is not None or std is not None:
         shift, scale = (torch.tensor(numbers).view(-1, 1, 1) for numbers in (data.mean, data.std))
@@ -78,15 +83,23 @@ def _collect(dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
     if not pairs:
         raise ValueError("A dataset has no items; give one with at least one pair (x, y).")
     try:
-        x, y = (torch.stack([torch.as_tensor(item) for item in column]) for column in zip(*pairs, strict=True))
+        columns = zip(*pairs, strict=True)
+        x, y = (tree_map(lambda *own: torch.stack([torch.as_tensor(t) for t in own]), *column) for column in columns)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"The items of a dataset are not pairs (x, y) of tensors of one shape ({error}).") from error
     return x, y
 
 
-def _inputs(x: Values) -> Tensor:
+def _each(records: Any) -> Any:
+    """Records of several tensors, with arrays made tensors."""
+    if isinstance(records, Mapping):
+        records = dict(records)  # such as a tokenizer's BatchEncoding
+    return tree_map(lambda each: torch.tensor(each) if isinstance(each, np.ndarray) else each, records)
+
+
+def _inputs(values: Any) -> Tensor:
     """A copy: float32, or int64 tokens."""
-    x = x.detach() if isinstance(x, Tensor) else torch.tensor(np.ascontiguousarray(x))
+    x = values.detach() if isinstance(values, Tensor) else torch.tensor(np.ascontiguousarray(values))
     if x.dtype == torch.uint8 and x.ndim == 4:
         return x.float().div_(255)
     return x.to(torch.float32 if x.is_floating_point() else torch.int64, copy=True)

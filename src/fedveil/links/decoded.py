@@ -12,9 +12,10 @@ from torch import Tensor
 
 from fedveil.codecs.base import Codec
 from fedveil.codecs.fit import cosine
+from fedveil.core.batchnorm import SLOT, Norms
 from fedveil.core.cohort import Answers, Cohort
 from fedveil.core.forecast import Compute, Turn
-from fedveil.core.message import Answer, Question, Refused, Size
+from fedveil.core.message import Answer, Question, Record, Refused, Size
 from fedveil.core.method import State
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
@@ -65,10 +66,14 @@ class Decoded(Uplink):
 
         told = {name: {k: getattr(usable[k], name) for k in clients} for name, _ in self.payloads.scalars}
         scalars = {name: _sum(clamped(cohort, name, each)) for name, each in told.items()}
+        slots = dict[str, Record]()
+        if self.payloads.statistics and clients:
+            each = torch.stack([answer.statistics for answer in kept]).to(at.device)
+            slots[SLOT] = Norms(self.aggregator.merge(each, weights, cohort))
         if not self.aggregator.quorum:  # who answered is private: only the noised mean may be looked at
             n = cohort.expected
             return Total(lambda name: merged()[name], lambda name: merged()[name] * n, n, scalars)
-        return Total(lambda name: merged()[name], lambda name: rows[name].sum(0), len(clients), scalars)
+        return Total(lambda name: merged()[name], lambda name: rows[name].sum(0), len(clients), scalars, slots)
 
     def usable(self, answers: Answers, cohort: Cohort) -> dict[int, Any]:
         """The answers that can be decoded, by client; others are rejected by name."""
@@ -116,7 +121,7 @@ class Decoded(Uplink):
         w, x = given(stack, question)
         parts = encoded(self.codec, stack, w, x, self.transforms)
         records = stack.rows.counts.tolist() if self.counted else None
-        return self.payloads.join(parts, {n: v.tolist() for n, v in x.scalars.items()}, records)
+        return self.payloads.join(parts, {n: v.tolist() for n, v in x.scalars.items()}, records, x.statistics)
 
     # ------------------------------------------------------------------------------------------------ both sides
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from torch import Tensor
 
 from fedveil.core import message
+from fedveil.core.batchnorm import Statistics
 from fedveil.core.message import Answer, Container, Count, Question
 
 
@@ -22,23 +24,30 @@ class Payloads:
     vectors: the names of the vectors
     scalars: the names of the numbers beside them, with their types
     counted: whether an answer states the number of records behind it
+    statistics: whether running statistics of batch norm layers lie beside them
     """
 
     payload: type[Answer]
     vectors: tuple[str, ...] = ("update",)
     scalars: tuple[tuple[str, Any], ...] = ()
     counted: bool = True
+    statistics: bool = False
 
     @property
     def record(self) -> type[Answer]:
         """The type of an answer: the codec's own where that has room for everything."""
         own = "records" in self.payload.__struct_fields__
-        if len(self.vectors) == 1 and not self.scalars and (self.counted or not own):
+        beside = (*self.scalars, *((("statistics", Statistics),) if self.statistics else ()))
+        if len(self.vectors) == 1 and not beside and (self.counted or not own):
             return self.payload
-        return _several(self.payload, self.vectors, self.scalars, self.counted and own)
+        return _several(self.payload, self.vectors, beside, self.counted and own)
 
     def join(
-        self, parts: Mapping[str, Sequence[Any]], scalars: Mapping[str, Sequence[float]], records: Sequence[int] | None
+        self,
+        parts: Mapping[str, Sequence[Any]],
+        scalars: Mapping[str, Sequence[float]],
+        records: Sequence[int] | None,
+        statistics: Tensor | None = None,
     ) -> list[Any]:
         """Payloads of each vector -> answers, a client each. Without `records` an answer counts as 1."""
         answers: list[Any] = []
@@ -48,6 +57,8 @@ class Payloads:
             fields |= {name: float(values[i]) for name, values in scalars.items()}
             if records is not None:
                 fields["records"] = int(records[i])
+            if statistics is not None:
+                fields["statistics"] = statistics[i].cpu()
             answers.append(self.record(**fields))
         return answers
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from fedveil.codecs.base import Codec, as_codec
 from fedveil.codecs.raw import Raw
 from fedveil.core.account import Account
+from fedveil.core.batchnorm import SLOT, Norms
 from fedveil.core.cohort import Cohort
 from fedveil.core.exchange import Handler
 from fedveil.core.forecast import Compute, Turn
@@ -113,8 +115,10 @@ class Averaging(Method):
     # ------------------------------------------------------------------------------------------------ a round
 
     def round(self, state: State, cohort: Cohort) -> State:
-        parts, now = self._phase(cohort.rounds_left), self.server.training(state)
+        parts, now = self._phase(cohort.rounds_left, cohort.task), self.server.training(state)
         extra = self.broadcast(now) | parts.up.broadcast(cohort.task, now)
+        if parts.statistics:
+            extra["statistics"] = now.slots[SLOT].statistics
         at, question, cohort = parts.down.reach(now, cohort, extra)
         total = parts.up.collect(now, cohort, question, at)
         after = self.step(now, total, cohort)
@@ -137,7 +141,16 @@ class Averaging(Method):
     def given(self, parts: Parts, stack: ClientStack, question: Any) -> tuple[Tensor, Vectors]:
         """Return the weights [d] that a question is about, and the vectors that the uplink encodes."""
         w = parts.down.held(stack, question)
+        if parts.statistics:
+            stack.norms = question.statistics.expand(len(stack), -1)
+        elif stack.task.norms.policy == "local":
+            held, first = stack.slot(SLOT), stack.task.norms.values
+            stack.norms = torch.stack([first if own is None else own.statistics.to(first) for own in held])
         x = self.released(stack, question, w, parts)
+        if parts.statistics:
+            x = replace(x, statistics=stack.norms)
+        elif stack.norms is not None and stack.task.norms.policy == "local":
+            stack.remember(SLOT, [Norms(row) for row in stack.norms.cpu()])
         for transform in parts.transforms:
             x = transform.client(stack, x)
         return w, x
@@ -150,10 +163,14 @@ class Averaging(Method):
     @cached_property
     def phases(self) -> tuple[Parts, ...]:
         """Return the parts of every phase. Each phase has its own question type, which tells clients the phase."""
-        return (self.parts, assemble(self, full=True)) if self.full_rounds else (self.parts,)
+        phases = [self.parts, assemble(self, full=True)] if self.full_rounds else [self.parts]
+        if not rules.no_statistics(self):
+            phases += [assemble(self, phase.full, statistics=True) for phase in phases]
+        return tuple(phases)
 
-    def _phase(self, rounds_left: int) -> Parts:
-        return self.phases[-1] if rounds_left < self.full_rounds else self.parts
+    def _phase(self, rounds_left: int, task: Task | None = None) -> Parts:
+        full, statistics = rounds_left < self.full_rounds, bool(task and task.norms.policy == "federated")
+        return next(phase for phase in self.phases if (phase.full, phase.statistics) == (full, statistics))
 
     @cached_property
     def handlers(self) -> Mapping[type[Question], Handler]:
@@ -175,7 +192,8 @@ class Averaging(Method):
             parts.up.validate(task)
         if self.down:
             self.down.validate(task)
-        return self.server.init_state(task.initial)
+        state = self.server.init_state(task.initial)
+        return state.put(SLOT, Norms(task.norms.values)) if task.norms.policy == "federated" else state
 
     @property
     def min_clients(self) -> int:
@@ -200,6 +218,9 @@ class Averaging(Method):
     @property
     def needs(self) -> tuple[str, ...]:
         return *self.trainer.needs, *(need for codec in self.codecs for need in codec.needs)
+
+    def no_batch_norm(self, policy: str) -> str:
+        return rules.no_statistics(self) if policy == "federated" else rules.no_norms(self)
 
     def client_cost(self, task: Task) -> Account | None:
         users = self.user_privacy
@@ -229,7 +250,7 @@ class Averaging(Method):
         return next((parts for parts in self.phases if question in parts.questions), None)
 
     def forecast_messages(self, task: Task, turn: Turn) -> list[Question]:
-        parts = self._phase(turn.rounds - turn.round)
+        parts = self._phase(turn.rounds - turn.round, task)
         sizes = parts.up.sizes(task, parts.down.question, turn.client)
         *before, asked = parts.down.forecast_messages(task, turn, sizes)
         return [*before, *parts.up.forecast_messages(self, task, asked, turn)]

@@ -10,6 +10,7 @@ from fedveil.codecs.agreed import AgreedCodec
 from fedveil.codecs.base import Codec
 from fedveil.codecs.raw import Raw
 from fedveil.core.account import Account
+from fedveil.core.batchnorm import Statistics
 from fedveil.core.message import Question
 from fedveil.core.task import Task
 from fedveil.links.agreed import Agreed
@@ -22,6 +23,7 @@ from fedveil.privacy.dpsgd import DpSgd
 from fedveil.privacy.secagg.settings import SecureSum
 from fedveil.privacy.users import UserLevel
 from fedveil.train.aggregators import Aggregator, NoisySum
+from fedveil.train.trainers import Trainer
 from fedveil.train.transforms import ClipNoise, Feedback, Transform, Weigh
 
 
@@ -79,6 +81,10 @@ class Options(Protocol):
         """Whether clients train in another way than FedAvg's."""
 
     @property
+    def trainer(self) -> Trainer:
+        """What clients do with their records."""
+
+    @property
     def limited(self) -> bool:
         """Whether long updates are shortened."""
 
@@ -94,6 +100,8 @@ class Parts:
     secure:     settings of the secure sum; None: in the clear
     trusted:    whether the server adds the noise of user-level privacy
     equal:      whether clients have equal weights because their record counts are private
+    full:       whether codecs are left out
+    statistics: whether running statistics of batch norm layers travel beside the weights and the updates
     """
 
     release: tuple[Transform, ...]
@@ -103,6 +111,8 @@ class Parts:
     secure: SecureSum | None
     trusted: bool
     equal: bool
+    full: bool
+    statistics: bool
 
     @property
     def questions(self) -> tuple[type[Question], ...]:
@@ -110,7 +120,7 @@ class Parts:
         return (self.down.question, *self.up.questions)
 
 
-def assemble(m: Options, full: bool = False) -> Parts:
+def assemble(m: Options, full: bool = False, statistics: bool = False) -> Parts:
     """Return the parts of an ordinary round, or with `full` of a round without codecs."""
     codec, users = Raw() if full else m.up, m.user_privacy
     summed = bool(users and users.where == "sum")
@@ -120,7 +130,7 @@ def assemble(m: Options, full: bool = False) -> Parts:
     weigh = (Weigh(equal),) if codec.in_code_space and m.weighted else ()
     secure = _secure(m, codec, equal)
     scalars, counted = tuple(m.scalars.items()), m.weighted and not equal
-    payloads = Payloads(codec.payload, m.vectors, scalars, m.weighted)
+    payloads = Payloads(codec.payload, m.vectors, scalars, m.weighted, statistics)
     up: Uplink
     if codec.in_code_space:
         up = Agreed(cast(AgreedCodec, codec), scalars, secure, feedback)
@@ -130,8 +140,9 @@ def assemble(m: Options, full: bool = False) -> Parts:
         aggregator = NoisySum(users) if users and trusted else m.aggregator
         limited = m.limited and not trusted  # a median of the clients would let one change what others add to the sum
         up = Decoded(codec, payloads, aggregator, counted, limited, feedback)
-    down = _down(None if full else m.down, TrainFull if full else Train, {**m.broadcasts, **codec.extra})
-    return Parts(private + weigh, feedback, up, down, secure, trusted, equal)
+    extra = {**m.broadcasts, **codec.extra, **({"statistics": Statistics} if statistics else {})}
+    down = _down(None if full else m.down, TrainFull if full else Train, extra)
+    return Parts(private + weigh, feedback, up, down, secure, trusted, equal, full, statistics)
 
 
 def _down(codec: Codec | None, plain: type[Question], extra: Mapping[str, Any]) -> Downlink:

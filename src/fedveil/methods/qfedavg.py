@@ -48,6 +48,9 @@ class QFedAvg(Averaging):
         if self.q < 0:
             raise ValueError(f"method.q is {self.q:g}; it is 0 or more")
 
+    def no_batch_norm(self, policy: str) -> str:
+        return "it weights clients by a loss, which is taken at fixed running statistics"
+
     def trained(self, stack: ClientStack, question: Any, w: Tensor, trained: Trained) -> Vectors:
         _, loss = full_gradient(stack, w)
         lipschitz = 1 / self.local.rate(stack.round)  # the paper's L

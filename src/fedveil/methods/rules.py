@@ -216,6 +216,25 @@ def validate(m: Options) -> None:
         raise mismatch
 
 
+def no_norms(m: Options) -> str:
+    """Why clients cannot train batch norm layers of their own; empty if they can."""
+    if m.trainer.no_norms:
+        return m.trainer.no_norms
+    codec = next((codec for codec in (m.up, m.down) if codec and codec.needs), None)
+    return f"{codec.name} fits gradients of single records, at fixed running statistics" if codec else ""
+
+
+def no_statistics(m: Options) -> str:
+    """Why running statistics cannot travel beside updates; empty if they can."""
+    if m.privacy or m.user_privacy:
+        return "running statistics are means over records, which no clip bounds and no noise covers"
+    if m.secure:
+        return "running statistics would travel outside the secure sum"
+    if m.up.in_code_space:
+        return f"{m.up.name}'s messages have no room for running statistics"
+    return no_norms(m)
+
+
 def validate_on(m: Options, task: Task) -> None:
     """Raise a ValueError if a codec would look at records past the noise."""
     if m.client_cost(task):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fedveil.core.account import AUTO
+from fedveil.core.directions import words
 from fedveil.core.seeds import Seed
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
@@ -125,7 +126,7 @@ class DpSgd(Promise):
         pieces = [
             (min(at_once, steps - first), [secret.child(first) for secret in own]) for first in range(0, steps, at_once)
         ]
-        gradient = self.gradients(stack, weights, batch, pieces)
+        gradient = Gradients(self, stack, weights, batch, pieces, training=True)
         descent = Loop(lambda: take(gradient()), steps, weights.device, (0, steps))
         for piece, (many, _) in enumerate(pieces):
             gradient.begin(piece)
@@ -155,6 +156,8 @@ class Gradients:
 
     pieces: how many steps, and private seeds, one a client, that are used for nothing else
     change: what is done to the records [C, B, …] before, to each by itself
+    training: whether a model that drops units does so. Which ones is private and drawn for each record by itself:
+            whatever they are, a record moves a sum by one clip, and so the promise holds
     """
 
     listener: Callable[[Tensor], object] | None = None  # gets what each call gives
@@ -167,6 +170,7 @@ class Gradients:
         batch: int,
         pieces: Sequence[Piece],
         change: Callable[[Tensor], Tensor] | None = None,
+        training: bool = False,
     ) -> None:
         self._how, self._crowd, self._weights, self._batch = how, stack, weights, batch
         self._pieces, self._change, device = pieces, change, weights.device
@@ -179,6 +183,10 @@ class Gradients:
         self._index, self._mask = (torch.from_numpy(each).to(device) for each in padded)  # [steps, C, B]
         self._noise = weights.new_empty(max(steps for steps, _ in pieces), *weights.shape, dtype=torch.float64)
         self._step, self._within = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+        self._keys: Tensor | None = None
+        if training:
+            seeds = [secret.child("dropout").key[:8] for secret in pieces[0][1]]
+            self._keys = torch.tensor([int.from_bytes(seed, "little", signed=True) for seed in seeds], device=device)
         self.records = int(np.minimum(batch, stack.rows.counts).sum())  # of a step; how many were drawn is private
         self._piece = -1
         self.begin(0)
@@ -204,11 +212,12 @@ class Gradients:
         task = self._crowd.task
         rows, counted = (t.index_select(0, self._step)[0] for t in (self._index, self._mask))
         added = self._noise.index_select(0, self._within)[0]
+        key = None if self._keys is None else words(self._keys, self._step)
         self._step.add_(1)
         self._within.add_(1)
         x = self._change(task.x[rows]) if self._change else task.x[rows]
         how, y = self._how, task.y[rows]
-        total = clipped_sum(task, self._weights, x, y, counted, how.clip, how.grid)
+        total = clipped_sum(task, self._weights, x, y, counted, how.clip, how.grid, key)
         released = ((total + added) * (how.unit / self._batch)).to(self._weights.dtype)
         if self.listener:
             self.listener(released)
@@ -228,27 +237,47 @@ def shrinking(gradients: Tensor, clip: float) -> Tensor:
 
 
 def clipped_sum(
-    task: Task, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor, clip: float, grid: float | None = None
+    task: Task,
+    weights: Tensor,
+    x: Tensor,
+    y: Tensor,
+    mask: Tensor,
+    clip: float,
+    grid: float | None = None,
+    key: Tensor | None = None,
 ) -> Tensor:
     """Σ of the clipped gradients of the records with mask 1: weights [C, d], records [C, B, …], mask [C, B] -> [C, d]
     in float64.
 
     Each record is given weights of its own, as if it were a client, as many at a time as `HELD` allows. With a `grid`
-    each clipped gradient becomes whole multiples of clip / grid, rounded towards zero, and the sum counts these.
+    each clipped gradient becomes whole multiples of clip / grid, rounded towards zero, and the sum counts these. With
+    keys [C] a model that drops units does so, for each record by itself.
     """
     summed = task.fused("private gradient", partial(_clipped_sum, task, clip, grid=grid), clip, grid)
     total = torch.zeros_like(weights, dtype=torch.float64)
-    for piece in zip(*(t.split(_at_once(weights), 1) for t in (x, y, mask)), strict=True):
+    tensors = [x, y, mask]
+    if key is not None and task.noisy:
+        tensors.append(words(key[:, None], torch.arange(mask.shape[1], device=key.device)))
+    for piece in zip(*(t.split(_at_once(weights), 1) for t in tensors), strict=True):
         total += summed(weights, *piece)[0]
     return total
 
 
 def _clipped_sum(
-    task: Task, clip: float, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor, grid: float | None = None
+    task: Task,
+    clip: float,
+    weights: Tensor,
+    x: Tensor,
+    y: Tensor,
+    mask: Tensor,
+    key: Tensor | None = None,
+    grid: float | None = None,
 ) -> tuple[Tensor]:
-    """The same of so few records that all their gradients can be held."""
+    """The same of so few records that all their gradients can be held, with a key of each [C, B]."""
     own = weights[:, None].expand(-1, mask.shape[1], -1).flatten(0, 1)  # [C·B, d]
-    each = task.gradient(own, *(t.flatten(0, 1)[:, None] for t in (x, y, torch.ones_like(mask))))[0].double()
+    records = [t.flatten(0, 1)[:, None] for t in (x, y, torch.ones_like(mask))]
+    x, y, ones = records
+    each = task.gradient(own, x, y, ones, None if key is None else key.flatten())[0].double()
     factors = shrinking(each, clip)
     each.masked_fill_(factors == 0, 0)  # or 0 times infinity would be in the sum
     if grid:

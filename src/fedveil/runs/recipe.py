@@ -39,6 +39,8 @@ class TaskSpec:
     model: str = "digits-cnn"
     loss: str = "cross-entropy"
     weights: str | None = None  # where training begins: a run folder or an .npz file of layers, instead of a draw
+    trainable: list[str] | None = None  # patterns of the names of the parameters that are trained; the others stay
+    batch_norm: str | None = None  # federated, local or frozen
     data_options: dict[str, Any] = field(default_factory=dict)
     model_options: dict[str, Any] = field(default_factory=dict)
 
@@ -121,8 +123,10 @@ class Recipe:
         model = models.build(self.task.model, loaded.input, loaded.classes, **self.task.model_options)
         models.initialise(model, Seed.root(self.seed).child("weights"))
         if self.task.weights is not None:
-            load_weights(model, Path(self.task.weights))
-        return Task(model, loaded, parts, loss=self.task.loss, device=pick_device(device))
+            load_weights(model, Path(self.task.weights), self.task.trainable)
+        task = self.task
+        kinds = {"trainable": task.trainable, "batch_norm": task.batch_norm}
+        return Task(model, loaded, parts, loss=task.loss, device=pick_device(device), **kinds)  # type: ignore[arg-type]
 
     def settled(self, task: Task) -> Recipe:
         """The recipe with a number in place of a noise "auto"."""

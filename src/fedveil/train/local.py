@@ -9,8 +9,10 @@ from itertools import groupby
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from fedveil.core.directions import words
 from fedveil.core.forecast import Compute
 from fedveil.core.stack import ClientStack
 from fedveil.gpu.graphs import repeat
@@ -81,22 +83,32 @@ class LocalTraining:
         stack.passes += int(size.sum())
         steps = (size > 0).sum(0)
         index_, size_ = torch.from_numpy(index).to(device), torch.from_numpy(size).to(device)
-        weights = w.to(device).expand(len(stack), -1).clone()
-        cursor = torch.zeros(1, dtype=torch.int64, device=device)
-        derive = gradient_of or (lambda *batch: task.fast_gradient(*batch)[0])
-        descend = self._descent(weights, stack.round, correction)
+        norms = task.norms.values.expand(len(stack), -1) if stack.norms is None else stack.norms.to(device)
+        own, statistics = (t.clone() for t in norms.tensor_split([task.norms.trained], 1))
+        weights = torch.cat([w.to(device).expand(len(stack), -1), own], 1)  # and the batch norm layers' own
+        cursor, keys = torch.zeros(1, dtype=torch.int64, device=device), stack.keys("noise")
+        descend = self._descent(weights, stack.round, correction and partial(_padded, correction, len(w)))
+
+        def derive(weights: Tensor, *batch: Tensor) -> Tensor:
+            if not task.has_training_mode:
+                return task.fast_gradient(weights, *batch)[0]
+            gradient, _, new = task.fast_train_gradient(weights, statistics, *batch, words(keys, cursor))
+            statistics.copy_(new)
+            return gradient
 
         def step(width: int) -> None:
             rows, count = index_[cursor, :, :width][0], size_[cursor][0]
             mask = (torch.arange(width, device=device) < count[:, None]).float()
-            descend(derive(weights, task.x[rows], task.y[rows], mask), (count > 0).float()[:, None])
+            gradient = (gradient_of or derive)(weights, task.x[rows], task.y[rows], mask)
+            descend(gradient, (count > 0).float()[:, None])
             cursor.add_(1)
 
         done = 0
         for width, times in _widths(size, device):
             repeat(partial(step, width), times, device, (done, len(size)))
             done += times
-        return weights, torch.from_numpy(steps).to(device)
+        stack.norms = torch.cat([weights[:, len(w) :], statistics], 1)
+        return weights[:, : len(w)], torch.from_numpy(steps).to(device)
 
     def train_privately(
         self, stack: ClientStack, w: Tensor, how: DpSgd, correction: Callable[[Tensor], Tensor] | None = None
@@ -185,6 +197,11 @@ class LocalTraining:
         return adam
 
 
+def _padded(correction: Callable[[Tensor], Tensor], shared: int, weights: Tensor) -> Tensor:
+    """A correction of the weights that are shared [C, d], with zeros for what clients keep: [C, d + p]."""
+    return F.pad(correction(weights[:, :shared]), (0, weights.shape[1] - shared))
+
+
 def _batches(order: np.ndarray, batch: int) -> tuple[np.ndarray, np.ndarray]:
     """Cut one epoch's order [n] into batches [steps, batch], the last padded, and their sizes [steps]."""
     steps = -(-len(order) // batch)
@@ -217,10 +234,11 @@ def full_gradient(stack: ClientStack, w: Tensor) -> tuple[Tensor, Tensor]:
     weights = w.to(device).expand(len(stack), -1)
     gradient = torch.zeros_like(weights)
     loss = torch.zeros(len(stack), device=device)
-    total = mask.sum(1)
+    total, keys, number = mask.sum(1), stack.keys("noise"), torch.zeros(1, dtype=torch.int64, device=device)
     for rows, part in zip(index.split(GRADIENT_CHUNK, 1), mask.split(GRADIENT_CHUNK, 1), strict=True):
         share = part.sum(1) / total
-        piece, mean = task.gradient(weights, task.x[rows], task.y[rows], part)
+        piece, mean = task.gradient(weights, task.x[rows], task.y[rows], part, words(keys, number))
+        number += 1
         gradient += piece * share[:, None]
         loss += mean * share
     return gradient, loss

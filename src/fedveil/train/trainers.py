@@ -31,10 +31,12 @@ class Trained:
 class Trainer(Protocol):
     """Turn records into updates.
 
-    needs: operations that the model must support, by the names in `capability.WAYS_OUT`
+    needs:    operations that the model must support, by the names in `capability.WAYS_OUT`
+    no_norms: why batch norm layers cannot be trained; empty if they can
     """
 
     needs: ClassVar[tuple[str, ...]]
+    no_norms: ClassVar[str]
 
     def train(self, stack: ClientStack, w: Tensor, correction: Correction | None) -> Trained:
         """Train each client of a stack from `w` [d]."""
@@ -51,6 +53,7 @@ class Minibatches:
     """Minibatch training, `LocalTraining`."""
 
     needs: ClassVar[tuple[str, ...]] = (GRADIENTS,)
+    no_norms: ClassVar[str] = ""
 
     local: LocalTraining
 
@@ -70,6 +73,7 @@ class Untrained:
     """No training: the codec makes the updates itself."""
 
     needs: ClassVar[tuple[str, ...]] = ()
+    no_norms: ClassVar[str] = "clients do not train"
 
     def train(self, stack: ClientStack, w: Tensor, correction: Correction | None) -> Trained:
         return Trained(w.new_zeros(len(stack), len(w)), w.new_zeros(len(stack)))
@@ -86,6 +90,7 @@ class PrivateMinibatches:
     """DP-SGD. Every client takes the same number of steps. Corrections are added after the noise."""
 
     needs: ClassVar[tuple[str, ...]] = (RECORD_GRADIENTS,)
+    no_norms: ClassVar[str] = "it mixes the records of a batch, so that no record's gradient can be clipped by itself"
 
     local: LocalTraining
     privacy: DpSgd
@@ -107,6 +112,7 @@ class FullGradient:
     """One gradient over all records; the update is its negative."""
 
     needs: ClassVar[tuple[str, ...]] = (GRADIENTS,)
+    no_norms: ClassVar[str] = "it takes one gradient over all records, and no batches"
 
     def train(self, stack: ClientStack, w: Tensor, correction: Correction | None) -> Trained:
         return Trained(-full_gradient(stack, w)[0], torch.ones(len(stack), device=w.device))
@@ -123,6 +129,7 @@ class PrivateFullGradient:
     """One step of DP-SGD over all records: clip each record's gradient and add noise to the sum."""
 
     needs: ClassVar[tuple[str, ...]] = (RECORD_GRADIENTS,)
+    no_norms: ClassVar[str] = "it mixes the records of a batch, so that no record's gradient can be clipped by itself"
 
     privacy: DpSgd
 

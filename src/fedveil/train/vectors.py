@@ -16,11 +16,13 @@ class Vectors:
     named:   vectors [C, d] by name, such as "update" and SCAFFOLD's "control"
     scalars: numbers [C] by name that travel in the clear beside them
     share:   the factor that each client put on its vectors, [C, 1]; None: 1
+    statistics: running statistics of batch norm layers, [C, s], which travel as they are; None: none do
     """
 
     named: Mapping[str, Tensor]
     scalars: Mapping[str, Tensor] = field(default_factory=dict)
     share: Tensor | None = None
+    statistics: Tensor | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         return self.named[name]

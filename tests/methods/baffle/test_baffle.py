@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fedveil as fv
-from fedveil.codecs.directions import Directions, words
 from fedveil.core import message
+from fedveil.core.directions import Directions, words
 from fedveil.core.message import Refused
 from fedveil.core.seeds import Seed
 from fedveil.engines import LocalEngine as Engine

@@ -8,7 +8,7 @@ import torch
 
 import fedveil as fv
 from fedveil import models
-from fedveil.codecs.directions import LAWS, Directions
+from fedveil.core.directions import LAWS, Directions
 from fedveil.data import from_tensors
 from fedveil.gpu.products import product
 from fedveil.links.down import Train

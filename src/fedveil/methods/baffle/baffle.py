@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from msgspec import Meta
 from torch import Tensor
 
-from fedveil.codecs.directions import order, words
 from fedveil.core import message
 from fedveil.core.capability import FORWARD_PASSES
 from fedveil.core.cohort import Cohort
+from fedveil.core.directions import order, words
 from fedveil.core.exchange import Handler
 from fedveil.core.forecast import Compute, Turn
 from fedveil.core.message import Answer, Count, Question, Refused, Shape, Size, Weights

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedveil.codecs.directions import Directions, order, words
+from fedveil.core.directions import Directions, order, words
 
 PROBE, SLOPES = 0xDC52B0, 0x7EEB17  # kinds of record
 VERSION, FLOAT32 = 2, 0

@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedveil.codecs.directions import LAWS, Directions, words
 from fedveil.core.capability import FORWARD_PASSES
+from fedveil.core.directions import LAWS, Directions, words
 from fedveil.core.forecast import Compute, Turn
 from fedveil.core.seeds import Seed, is_weak
 from fedveil.core.stack import ClientStack
@@ -145,6 +145,7 @@ class ForwardTraining:
     """Local training whose gradients are estimated, each along directions of its own step."""
 
     needs: ClassVar[tuple[str, ...]] = (FORWARD_PASSES,)
+    no_norms: ClassVar[str] = "it compares models at fixed running statistics"
 
     local: LocalTraining
     how: Estimate

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fedveil.codecs import directions
+from fedveil.core import directions
 from fedveil.core.losses import cross_entropy
 from fedveil.core.task import Task
 from fedveil.methods.baffle import edge
@@ -49,7 +49,7 @@ def export(task: Task, method: Baffle, folder: Path, quantise: bool = False) -> 
     (folder / PACKAGE).mkdir(parents=True, exist_ok=True)
     (folder / PACKAGE / "__init__.py").write_text('"""A client of fedveil without PyTorch."""\n', encoding="utf-8")
     for name, module in (("edge.py", edge), ("directions.py", directions)):
-        source = inspect.getsource(module).replace("from fedveil.codecs.directions", "from .directions")
+        source = inspect.getsource(module).replace("from fedveil.core.directions", "from .directions")
         (folder / PACKAGE / name).write_text(source, encoding="utf-8")
     (folder / "model.onnx").write_bytes(graph)
     settings = {name: getattr(method, name) for name in ("directions", "law", "scheme", "seeds", "batch")}

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.overrides import TorchFunctionMode
 
-from fedveil.codecs.directions import Directions
+from fedveil.core.directions import Directions
 from fedveil.core.task import Task
 from fedveil.gpu.products import Products
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedveil.codecs.directions import LAWS, Directions, order, words
+from fedveil.core.directions import LAWS, Directions, order, words
 
 KEYS = np.array([0, 1234567, -5, -(2**63), 2**63 - 1])
 

@@ -1,0 +1,120 @@
+"""Random numbers of a model in training, from a key: a run repeats whatever the stack, the engine or the device is.
+
+A draw is a function of the key and of how many draws came before it in the same pass. Records lie in the first
+dimension, so what a record draws does not depend on how many follow it, and padding changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fedveil.core.directions import GAMMA, words
+
+_ALPHA = -1.7580993408473766  # what SELU tends to far below 0
+
+
+class Seeded(TorchFunctionMode):
+    """While active, dropout and draws of random numbers come from `key`, an int64 of no dimension.
+
+    calls: how many draws there were
+    """
+
+    def __init__(self, key: Tensor) -> None:
+        super().__init__()
+        self._key, self.calls = key, 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, torch.dropout):
+            return self._dropout(func, *args, **given)
+        if func is F.scaled_dot_product_attention and _attention_dropout(args, given):
+            return self._attention(*args, **given)
+        if func in (torch.rand_like, torch.randn_like):
+            like = args[0]
+            drawn = self._uniform(like.shape) if func is torch.rand_like else self._normal(like.shape)
+            return drawn.to(given.get("dtype") or like.dtype)
+        if func in (torch.rand, torch.randn) and given.get("generator") is None:
+            shape = given["size"] if "size" in given else args[0] if isinstance(args[0], Sequence) else args
+            drawn = self._uniform(shape) if func is torch.rand else self._normal(shape)
+            return drawn.to(given.get("dtype") or torch.get_default_dtype())
+        if func in (torch.bernoulli, Tensor.bernoulli) and len(args) == 1 and not given:
+            return (self._uniform(args[0].shape) < args[0]).to(args[0].dtype)
+        return func(*args, **given)
+
+    def _uniform(self, shape: Sequence[int]) -> Tensor:
+        """The next draw from [0, 1), in steps of 2⁻²⁴."""
+        drawn = self._words(math.prod(shape))
+        return (((drawn >> 40) & 0xFFFFFF).float() * 2.0**-24).view(*shape)
+
+    def _normal(self, shape: Sequence[int]) -> Tensor:
+        """The next Gaussian draw (Box & Muller 1958)."""
+        drawn = self._words(math.prod(shape))
+        radius = (((drawn >> 40) & 0xFFFFFF) + 1).float() * 2.0**-24
+        angle = (drawn & 0xFFFFFF).float() * (2.0**-24 * 2 * math.pi)
+        return ((-2 * radius.log()).sqrt() * angle.cos()).view(*shape)
+
+    def _words(self, count: int) -> Tensor:
+        self.calls += 1
+        shift = (self.calls * GAMMA + 2**63) % 2**64 - 2**63  # as an int64 that wraps
+        own = words(self._key.view(1) ^ shift, torch.zeros(1, dtype=torch.int64, device=self._key.device))
+        drawn: Tensor = words(own, torch.arange(count, device=self._key.device))
+        return drawn
+
+    def _dropout(
+        self, func: Callable[..., Any], input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        x = input
+        if not training or p == 0:
+            return x
+        spread = {F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3}.get(func, 0)  # dimensions that are dropped as one
+        whole = x.shape[: x.dim() - spread]
+        keep = self._uniform(whole).view(*whole, *[1] * spread) >= p
+        if func is not F.alpha_dropout:
+            return x * keep / (1 - p) if p < 1 else torch.zeros_like(x)
+        scale: float = ((1 - p) * (1 + p * _ALPHA**2)) ** -0.5  # Klambauer et al. 2017
+        return scale * (torch.where(keep, x, _ALPHA) - p * _ALPHA)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """`F.scaled_dot_product_attention`, in plain operations so that its weights can be dropped."""
+        if enable_gqa:
+            repeats = query.shape[-3] // key.shape[-3]
+            key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+        scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if attn_mask is not None:
+            scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+        return self._dropout(F.dropout, scores.softmax(-1), dropout_p) @ value
+
+
+def _attention_dropout(args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+    return bool(args[4] if len(args) > 4 else given.get("dropout_p", 0.0))
+
+
+def silence(model: nn.Module) -> list[str]:
+    """Turn off, in place, dropout inside layers that nobody can look into; return their names."""
+    silenced = []
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and module.dropout and module.training:
+            module.dropout = 0.0
+            silenced.append(name)
+    return silenced
