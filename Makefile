@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LIGHT := $(VENV)/.light
 
 .PHONY: demo test test-slow lint bench clean
 
@@ -11,7 +12,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $(STAMP)
 
-demo: $(STAMP)  ## train several methods on the digits and write runs/demo/report.html
+$(LIGHT): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $(LIGHT)
+
+demo: $(LIGHT)  ## train several methods on the digits and write runs/demo/report.html
 	$(BIN)/fedveil compare --out runs/demo
 
 test: $(STAMP) lint  ## what CI runs

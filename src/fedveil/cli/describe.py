@@ -17,6 +17,7 @@ from fedveil.cli.options import (
 )
 from fedveil.cli.shell import out
 from fedveil.codecs.base import Codec
+from fedveil.core.batchnorm import POLICIES
 from fedveil.core.message import Refused
 from fedveil.core.method import METHODS, Method
 from fedveil.core.spelling import nearest
@@ -71,17 +72,27 @@ def describe(method: Annotated[str, argument("METHOD")], format: Shown = Format.
     if not hasattr(METHODS[method], "about"):
         raise ValueError(f"{method} does not describe itself; state `about: ClassVar[fv.About]` in its class")
     about, keys = METHODS[method].about, dict(_keys(METHODS[method](), "method"))
+    norms = _batch_norm(METHODS[method]())
     if format is Format.json:
         claims = [{"kind": kind, "sentence": sentence} for kind, sentence in about.claims]
-        show.as_json({"name": method, **vars(about), "claims": claims, "keys": keys, "as_printed": _as_printed(method)})
+        told = {"name": method, **vars(about), "claims": claims, "keys": keys, "as_printed": _as_printed(method)}
+        show.as_json(told | {"batch_norm": norms})
         return
     words = [(name.replace("_", " "), text) for name, text in vars(about).items() if name not in ("claims", "paper")]
-    show.pairs([("method", method), *words, *about.claims, ("paper", about.paper)])
+    show.pairs([("method", method), *words, *about.claims, ("batch norm", norms), ("paper", about.paper)])
     out.out("\nkeys for --set, with their defaults")
     show.pairs(_typed(METHODS[method](), "method"))
     for names, changes in _grouped(_as_printed(method)):
         out.out("\nthe paper's settings, where they differ")
         show.pairs([("  recipe", ", ".join(names)), *((f"  {key}", value) for key, value in changes.items())])
+
+
+def _batch_norm(method: Method) -> str:
+    """What may happen to batch norm layers, and why something else may not."""
+    whys = {policy: method.no_batch_norm(policy) for policy in POLICIES[:-1]}
+    usable = ", ".join([*(policy for policy, why in whys.items() if not why), POLICIES[-1]])
+    why = next((why for why in whys.values() if why), "")
+    return f"{usable}; not {' or '.join(p for p, w in whys.items() if w)}: {why}" if why else usable
 
 
 def _as_printed(method: str) -> dict[str, dict[str, Any]]:

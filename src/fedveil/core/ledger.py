@@ -43,6 +43,7 @@ class Row(msgspec.Struct, kw_only=True):
     noise: float | None = None  # σ, of which this ε is
     relation: str | None = None  # the neighbours for which this ε holds
     colluders: int | None = None  # clients without whose noise it holds, where clients share the noise of a sum
+    batch_norm: str | None = None  # what happens to batch norm layers, where the model has some that are trained
     seconds: float = 0.0
 
     def count_up(self, client: int, size: int) -> None:
@@ -128,6 +129,7 @@ class Ledger:
             "noise": charged and charged.noise,
             "relation": charged and charged.relation,
             "colluders": charged and charged.colluders,
+            "batch_norm": self.rows[-1].batch_norm if self.rows else None,
             "seconds": sum(row.seconds for row in self.rows),
         }
 

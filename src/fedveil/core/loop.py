@@ -49,7 +49,7 @@ class Federation:
         began = time.perf_counter()
         seed, secret = self.seed.child("round", number), self._private(number)
         ids = self.drawn(number, secret)
-        row = Row(round=number, cohort=list(ids))
+        row = Row(round=number, cohort=list(ids), batch_norm=self.task.norms.policy or None)
         if self.tally:
             row.epsilon, account = self.tally.ask(ids), self.tally.account
             promise = account.promise

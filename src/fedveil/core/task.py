@@ -18,6 +18,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_map
 
 from fedveil.core import batchnorm
+from fedveil.core.attention import prepare
 from fedveil.core.batchnorm import Batches
 from fedveil.core.capability import GRADIENTS, RECORD_GRADIENTS, SECOND_DERIVATIVES, SOFT_LABELS, WAYS_OUT
 from fedveil.core.checks import full_precision, gives_class_scores, trained_names, validate_pure, validate_unmixed
@@ -67,6 +68,8 @@ class Task:
         self.data, self.clients = data, split
         self.loss = LOSSES[loss] if isinstance(loss, str) else loss
         inputs = inputs_of(data.structure, model)
+        model = copy.deepcopy(model).requires_grad_(False)
+        prepare(model)
         probe = Modes.of(copy.deepcopy(model).cpu(), self.norms, notice=True)
         self.noisy = validate_pure(probe, self.norms, data.x[:2], inputs)
         with full_precision():
@@ -76,7 +79,7 @@ class Task:
         self.work, self.activations = count_work(probe.evaluation, data.x[:2], inputs)
         self.x, self.y = data.x.to(self.device), data.y.to(self.device)
         self.test_x, self.test_y = data.test_x.to(self.device), data.test_y.to(self.device)
-        self.model = copy.deepcopy(model).to(self.device).requires_grad_(False)
+        self.model = model.to(self.device)
         parameters = {name: p for name, p in self.model.named_parameters() if name in names}
         beside = [layer.name for layer in self.norms.layout.layers]
         self.layout = Layout.of({name: p for name, p in parameters.items() if name not in beside})
