@@ -122,9 +122,9 @@ def test_noise_that_is_too_much_to_hold_is_drawn_in_pieces(monkeypatch):
     task, pieces = uneven(0), []
     true = DpSgd.gradients
 
-    def watched(self, stack, weights, batch, given):
+    def watched(self, stack, weights, batch, given, **more):
         pieces.extend((steps, tuple(secret.key for secret in secrets)) for steps, secrets in given)
-        return true(self, stack, weights, batch, given)
+        return true(self, stack, weights, batch, given, **more)
 
     monkeypatch.setattr(dpsgd, "NOISE", 3 * 8)
     monkeypatch.setattr(DpSgd, "gradients", watched)

@@ -80,10 +80,10 @@ class Task:
         self.x, self.y = data.x.to(self.device), data.y.to(self.device)
         self.test_x, self.test_y = data.test_x.to(self.device), data.test_y.to(self.device)
         self.model = model.to(self.device)
-        parameters = {name: p for name, p in self.model.named_parameters() if name in names}
+        parameters = {name: p.requires_grad_() for name, p in self.model.named_parameters() if name in names}
         beside = [layer.name for layer in self.norms.layout.layers]
         self.layout = Layout.of({name: p for name, p in parameters.items() if name not in beside})
-        self.initial = self.layout.join(parameters).to(self.device, torch.float32).clone()
+        self.initial = self.layout.join(parameters).detach().to(self.device, torch.float32).clone()
         self.norms = self.norms.at(self.norms.values.to(self.device))
         modes, given = Modes.of(self.model, self.norms), [*parameters, *beside]
         self._pure = Pure(modes.evaluation, given, inputs)
@@ -239,8 +239,7 @@ class Task:
             "input": self.data.input,
             "classes": self.data.classes,
             "records": self.largest,
-            "statistics": len(self.norms),
-        }
+        } | ({"statistics": len(self.norms)} if len(self.norms) else {})
 
     def require(self, operation: str, who: str) -> None:
         """Try what a method needs of the model (see `WAYS_OUT`), once. A ValueError says what fails and the way out."""

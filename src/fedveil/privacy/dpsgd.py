@@ -126,7 +126,7 @@ class DpSgd(Promise):
         pieces = [
             (min(at_once, steps - first), [secret.child(first) for secret in own]) for first in range(0, steps, at_once)
         ]
-        gradient = Gradients(self, stack, weights, batch, pieces, training=True)
+        gradient = self.gradients(stack, weights, batch, pieces, training=True)
         descent = Loop(lambda: take(gradient()), steps, weights.device, (0, steps))
         for piece, (many, _) in enumerate(pieces):
             gradient.begin(piece)
@@ -140,9 +140,10 @@ class DpSgd(Promise):
         batch: int,
         pieces: Sequence[Piece],
         change: Callable[[Tensor], Tensor] | None = None,
+        training: bool = False,
     ) -> Gradients:
         """The private gradients of each client at `weights` [C, d], one after the other."""
-        return Gradients(self, stack, weights, batch, pieces, change)
+        return Gradients(self, stack, weights, batch, pieces, change, training)
 
 
 # ---------------------------------------------------------------------------------------------------- gradients

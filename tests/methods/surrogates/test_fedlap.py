@@ -199,10 +199,10 @@ def test_a_radius_is_measured_on_some_records_of_a_client_that_has_many(monkeypa
     task, method, seen = task_of(sizes=(12, 9), hands=((0, 1), (1, 2))), FedLap(**SMALL), []
     whole = task.stacked_losses
 
-    def watched(w, x, y):
+    def watched(w, x, y, key=None):
         if not torch.is_grad_enabled():
             seen.append(y)
-        return whole(w, x, y)
+        return whole(w, x, y, key)
 
     monkeypatch.setattr(base, "MEASURED", 5)
     monkeypatch.setattr(task, "stacked_losses", watched)
