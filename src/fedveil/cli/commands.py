@@ -222,7 +222,7 @@ def _job(path: Path, plan: Recipe, where: Where) -> Job:
     if not holds_run(path):
         return Job.new(path, plan, where)
     job = Job.held(path)
-    if job.recipe != dataclasses.replace(plan, method=settled_like(plan.method, job.recipe.method)):
+    if job.recipe != dataclasses.replace(plan, method=settled_like(plan.method.over(plan.rounds), job.recipe.method)):
         raise ValueError(f"{path} holds a run of another recipe; choose another --out or delete that folder")
     return job
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 
 import torch
@@ -101,14 +101,18 @@ class Task:
 
         return over
 
-    def gradient(self, w: Tensor, x: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def gradient(
+        self, w: Tensor, x: Tensor, y: Tensor, mask: Tensor, *, precision: str = "float32"
+    ) -> tuple[Tensor, Tensor]:
         """Each client's gradient of its mean loss, [C, d], and that loss, [C].
 
         `mask` [C, B] is 1 for a record and 0 for padding, so a client with fewer records has the right mean; a client
-        with none has gradient 0.
+        with none has gradient 0. With `precision` "bfloat16" layers compute under autocast; gradients are float32.
         """
         w = w.detach().requires_grad_()
-        mean = (self.stacked_losses(w, x, y) * mask).sum(1) / mask.sum(1).clamp(min=1)
+        with self._autocast(precision):
+            losses = self.stacked_losses(w, x, y)
+        mean = (losses * mask).sum(1) / mask.sum(1).clamp(min=1)
         (gradient,) = torch.autograd.grad(mean.sum(), w)
         return gradient, mean.detach()
 
@@ -116,6 +120,12 @@ class Task:
     def fast_gradient(self) -> Fused:
         """`gradient`, compiled where that is asked for: for steps that are taken so often that it pays."""
         return self.fused("gradient", self.gradient)
+
+    def _autocast(self, precision: str) -> AbstractContextManager[object]:
+        """Layers in fewer bits; a cache of the weights in these bits would outlive a CUDA graph."""
+        if precision == "float32":
+            return nullcontext()
+        return torch.autocast(self.device.type, getattr(torch, precision), cache_enabled=False)
 
     def fused(self, name: str, function: Callable[..., tuple[Tensor, ...]], *settings: Hashable) -> Fused:
         """What is to be compiled of this task's work, by name and settings, so that it is compiled once."""
