@@ -34,6 +34,10 @@ class Data:
     mean: tuple[float, ...] = ()  # a number a channel
     std: tuple[float, ...] = ()
 
+    def __repr__(self) -> str:
+        records = f"{len(self.x):,} training and {len(self.test_x):,} test records of {list(self.x.shape[1:])}"
+        return f"Data({self.name!r}, {records}, {self.classes} classes)"
+
     @property
     def input(self) -> tuple[int, ...]:
         """The shape of one record."""
@@ -118,6 +122,10 @@ class Split:
             raise ValueError(
                 f"Client {k} holds {self.sizes[k]:,} records, but split.max_records is {self.max_records:,}; raise it."
             )
+
+    def __repr__(self) -> str:
+        held = f"{self.sizes.min():,} to {self.sizes.max():,} records"
+        return f"{type(self).__name__}({self.kind!r}, {len(self):,} clients with {held})"
 
     def __len__(self) -> int:
         return len(self.starts) - 1

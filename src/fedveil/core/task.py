@@ -67,6 +67,12 @@ class Task:
         with full_precision():
             self.stackable = self._try_vmap()
 
+    def __repr__(self) -> str:
+        name, clients = type(self.model).__name__, len(self.clients)
+        return (
+            f"Task({name}, {self.layout.size:,} weights, data {self.data.name!r}, {clients:,} clients, {self.device})"
+        )
+
     def f(self, w: Tensor, x: Tensor) -> Tensor:
         """The model as a pure function: weights [d], inputs [B, *input] -> logits [B, K] (or [B, T, K])."""
         return self._pure(self.layout.split(w), x)
@@ -151,6 +157,17 @@ class Task:
         if self.scores and self.data.classes > 5:
             metrics["top5"] = top5 / guesses
         return metrics
+
+    def state_dict(self, w: Tensor) -> dict[str, Tensor]:
+        """The model's own `state_dict` with weights `w` [d], on the CPU: tied weights under each of their names, and
+        buffers."""
+        layers = self.layout.split(w.detach().cpu())
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        state: dict[str, Tensor] = {}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            own = layers.get(names.get(id(value), ""), value.detach())
+            state[name] = own.to("cpu", value.dtype, copy=True, memory_format=torch.contiguous_format)
+        return state
 
     def rows(self, clients: Sequence[int]) -> Rows:
         """The records of some clients, as indices into `x` and `y`."""
