@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import fedveil as fv
+from fedveil.core.losses import cross_entropy
 from fedveil.core.message import Slots
 from fedveil.core.stack import ClientStack
 from fedveil.data import from_tensors
@@ -62,6 +63,20 @@ def test_a_client_steps_as_pytorch_s_optimizer_does(task, name, optimizer):
         torch.testing.assert_close(trained[k], w.detach(), atol=2e-6, rtol=1e-5)
     plain = replace(how, weight_decay=0.0)
     assert (trained - plain.train(stack_of(task), task.initial)[0]).abs().max() > 1e-3  # or decay would not show
+
+
+def test_adamw_has_pytorch_s_epsilon_where_gradients_are_tiny():
+    whole = linear_task(1)
+    task = fv.Task(whole.model, whole.data, whole.clients, loss=lambda z, y: 1e-7 * cross_entropy(z, y))
+    how = fv.LocalTraining("adamw", 0.01, epochs=3, batch=24, weight_decay=0.1)
+    stack = ClientStack(task, (0,), 1, fv.Seed.root(2), fv.Seed.root(3), [Slots()], [{}])
+    w = task.initial.clone().requires_grad_()
+    steps = torch.optim.AdamW([w], 0.01, weight_decay=0.1)
+    for _ in range(3):
+        steps.zero_grad()
+        task.losses(w, task.x, task.y).mean().backward()
+        steps.step()
+    torch.testing.assert_close(how.train(stack, task.initial)[0][0], w.detach(), atol=1e-6, rtol=0)
 
 
 # ---------------------------------------------------------------------------------------------------- schedules
