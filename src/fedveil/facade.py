@@ -51,6 +51,7 @@ def run(
     patience: int = 5,
     folder: RunFolder | Path | str | None = None,
     observer: Callable[[Row], object] | None = None,
+    progress: bool = False,
     stop: Callable[[], bool] = lambda: False,
     insecure_test_noise: int | None = None,
     identities: Identities | None = None,
@@ -64,6 +65,7 @@ def run(
     patience: stop when so many rounds in a row had no answer that could be used
     folder:   where ledger and checkpoints go; a folder that holds a checkpoint is continued from it
     observer: called with each round's `Row` as it is written
+    progress: tell on stderr how far the run is: the round, the metric, the bytes and the time that is left
     stop:     asked after each round; True ends the run there
     identities: whose signatures a secure sum accepts; by default those of simulated clients, which prove nothing
     """
@@ -92,6 +94,11 @@ def run(
             state, done = moved(saved.state, task.device), saved.round
             federation.clients.memory.entries = saved.memory
         ledger = home.ledger(done) if home else Ledger()
+        observers = [observer] if observer else []
+        if progress:
+            from fedveil.runs.progress import Watch  # rich takes a moment to import
+
+            observers.append(at_the_end.enter_context(Watch(rounds, ledger)))
         if account := method.account(task, sampler):
             tally = account.tally(home.asking) if home else account.tally()
             tally.recall(home.asked(done) if home else [])
@@ -115,8 +122,8 @@ def run(
                 for name, pictures in federation.exhibits.items():
                     _exhibit(home, name, number, *pictures)
                 home.save(federation.run, number, state, federation.clients.memory.entries)
-            if observer:
-                observer(row)
+            for each in observers:
+                each(row)
             failed = failed + 1 if unanswered(row) and not behind else 0
             if failed:
                 why = grouped(row.missing.values())

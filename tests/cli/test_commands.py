@@ -19,15 +19,15 @@ from typer.testing import CliRunner
 
 import fedveil
 from fedveil import cli, data
-from fedveil.cli import commands, jobs, progress, shell, show
+from fedveil.cli import commands, jobs, shell, show
+from fedveil.cli.interrupt import Interrupt
 from fedveil.cli.options import What
-from fedveil.cli.progress import Interrupt
 from fedveil.codecs.raw import Update
 from fedveil.core import message
 from fedveil.core.ledger import Ledger
 from fedveil.core.message import Envelope
 from fedveil.gpu.context import current
-from fedveil.runs import recipe
+from fedveil.runs import progress, recipe
 from fedveil.runs.checkpoint import read_checkpoint
 from fedveil.runs.folder import RunFolder
 

@@ -42,7 +42,7 @@ def alone(task, client):
     """One client's model after training, by PyTorch alone, one unpadded batch at a time."""
     model = copy.deepcopy(task.model).train().requires_grad_(True)
     optimizer = torch.optim.SGD(model.parameters(), LOCAL.lr)
-    index, size = LOCAL.schedule(stack_of(task, (client,)))
+    index, size = LOCAL.plan(stack_of(task, (client,)))
     for rows, count in zip(index[:, 0], size[:, 0], strict=True):
         own = torch.from_numpy(rows[:count])
         optimizer.zero_grad()
@@ -84,16 +84,14 @@ def test_statistics_travel_beside_the_update_and_are_averaged_by_records():
     assert result.ledger.rows[0].bytes_down - plain.ledger.rows[0].bytes_down in range(4 * more, 4 * more + 40)
 
 
-def test_evaluation_uses_the_averaged_statistics():
-    task = task_of()
+def test_evaluation_uses_the_averaged_statistics_and_so_does_the_model_that_is_saved():
+    task, model = task_of(), network()
     result = fv.run(task, fv.FedAvg(local=LOCAL), rounds=2, cohort=4)
-    model = copy.deepcopy(task.model).eval()
+    model.load_state_dict(result.state_dict())
+    torch.testing.assert_close(statistics(model), result.task.norms.values)
+    assert not torch.equal(statistics(model), task.norms.values)
     with torch.no_grad():
-        for name, value in result.task.layout.split(result.weights).items():
-            model.get_parameter(name).copy_(value)
-        model[1].running_mean.copy_(result.task.norms.values[:4])
-        model[1].running_var.copy_(result.task.norms.values[4:])
-        loss = F.cross_entropy(model(task.test_x), task.test_y)
+        loss = F.cross_entropy(model.eval()(task.test_x), task.test_y)
     assert result.summary()["loss"] == pytest.approx(float(loss), rel=1e-5)
 
 

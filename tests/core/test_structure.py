@@ -102,3 +102,13 @@ def test_wrong_records_are_one_sentence():
         from_tensors(records(), y, other, y)
     with pytest.raises(ValueError, match=r"does not take inputs of the shapes tokens \[5\], mask \[5\]"):
         task_of(Keywords(), records() | {"tokens": torch.zeros(24, 5)})
+
+
+def test_a_model_with_several_inputs_goes_to_onnx(tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    task = task_of(Keywords(), records())
+    result = fv.run(task, fv.FedAvg(), rounds=1, cohort=3)
+    result.export(tmp_path / "model.onnx")
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    (found,) = session.run(None, {name: part[:7].numpy() for name, part in records().items()})
+    torch.testing.assert_close(torch.from_numpy(found), task.f(result.weights, task.x[:7]), rtol=1e-4, atol=1e-5)

@@ -69,6 +69,37 @@ def test_linear_layers(shape):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "alone"])
+def test_under_autocast_products_and_their_derivatives_are_in_fewer_bits(stacked, monkeypatch):
+    """The derivatives are taken outside of it, as training does."""
+    layers = torch.nn.Conv2d(1, 4, 3, bias=False), torch.nn.GroupNorm(2, 4), torch.nn.Flatten(), torch.nn.Linear(64, 3)
+    model, seen = torch.nn.Sequential(*layers), []
+    weights = {k: torch.stack([v.detach()] * 2).requires_grad_() for k, v in model.named_parameters()}
+    x = torch.randn(2, 5, 1, 6, 6)
+    for kind in (products._Forward, products._Outer, products._Back):
+        monkeypatch.setattr(kind, "of", lambda a, b, own=kind.of: seen.append({a.dtype, b.dtype}) or own(a, b))
+
+    def one(weights, x):
+        return torch.func.functional_call(model, weights, (x,))
+
+    def gradients(autocast):
+        seen.clear()
+        with Products(), torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+            if stacked:
+                out = vmap(one)(weights, x)
+            else:
+                out = torch.stack([one({k: v[i] for k, v in weights.items()}, x[i]) for i in range(2)])
+        return torch.cat([g.flatten() for g in torch.autograd.grad(out.float().square().sum(), [*weights.values()])])
+
+    exact = gradients(False)
+    assert all(types == {torch.float32} for types in seen)
+    rounded = gradients(True)
+    assert len(seen) >= 5
+    assert all(types == {torch.bfloat16} for types in seen)
+    assert rounded.dtype == torch.float32
+    assert 1e-5 < (rounded - exact).norm() / exact.norm() < 0.03
+
+
 def test_gradients_come_in_the_layout_of_the_weights():
     weight, x = torch.randn(3, 6, 4, requires_grad=True), torch.randn(3, 5, 4, requires_grad=True)
     out = vmap(products.linear)(x, weight)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedveil import CohortSampler, FedProx, Recipe, Scaffold
+from fedveil import CohortSampler, DpSgd, FedProx, Recipe, Scaffold
 from fedveil.runs import recipe
 from fedveil.runs.recipe import SplitSpec, TaskSpec, parse, read
 
@@ -215,3 +215,58 @@ def test_a_recipe_builds_its_task() -> None:
 def test_an_unknown_device_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"device '{name}' is not known"):
         recipe.pick_device(name)
+
+
+# ---------------------------------------------------------------------------------------------------- none
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "found"),
+    [
+        ("digits/fedavg", "target=none", lambda plan: plan.target),
+        ("digits/fedavg-2class", "split.max_records=none", lambda plan: plan.split.max_records),
+        ("digits/fedavg", "task.weights=none", lambda plan: plan.task.weights),
+        ("digits/dp-fedavg", "method.privacy=none", lambda plan: plan.method.privacy),
+        ("digits/fedavg-secure", "method.secure = none", lambda plan: plan.method.secure),
+        ("digits/baffle", "method.clip=none", lambda plan: plan.method.clip),
+        ("digits/baffle", 'method.clip="none"', lambda plan: plan.method.clip),
+    ],
+)
+def test_none_unsets_an_optional_key_and_a_written_recipe_keeps_it(name, change, found):
+    plan = recipe.read(name, ["target=0.5", change])
+    assert found(plan) is None
+    assert recipe.parse(tomllib.loads(plan.toml())) == plan
+
+
+def test_none_unsets_what_a_recipe_inherits(tmp_path):
+    base, own = tmp_path / "base.toml", tmp_path / "own.toml"
+    base.write_text("target = 0.5\n[method]\nname = 'fedavg'\n[method.privacy]\nnoise = 2.0\n")
+    own.write_text("like = 'base.toml'\n")
+    assert recipe.read(str(own)).method.privacy.noise == 2
+    plan = recipe.read(str(own), ["method.privacy=none", "target=none"])
+    assert (plan.method.privacy, plan.target) == (None, None)
+    own.write_text("like = 'base.toml'\ntarget = 'none'\n[method]\nprivacy = 'none'\n")
+    assert recipe.read(str(own)) == plan
+    again = recipe.read(str(own), ["method.privacy=none", "method.privacy.clip=3.0"])
+    assert again.method.privacy == DpSgd(clip=3.0)
+
+
+def test_none_is_text_where_a_key_takes_text_and_in_quotes():
+    assert recipe.read("digits/fedavg", ['task.weights="none"']).task.weights == "none"
+    with pytest.raises(ValueError, match=r"task\.loss is 'none'"):
+        recipe.read("digits/fedavg", ["task.loss=none"])
+    plan = recipe.read("digits/fedavg", ["task.model_options.width=4", "task.model_options.width=none"])
+    assert plan.task.model_options == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("rounds=none", "'rounds' is none; it must be a whole number"),
+        ("method.local.lr=none", r"'method\.local\.lr' is none; it must be a number"),
+        ("method.local=none", r"'method\.local' holds several keys"),
+    ],
+)
+def test_a_key_that_cannot_be_unset_is_one_sentence(change, told):
+    with pytest.raises(ValueError, match=told):
+        recipe.read("digits/fedavg", [change])

@@ -141,7 +141,7 @@ def test_local_training_of_a_ragged_stack_is_that_of_each_client_alone(task):
     how = fv.LocalTraining(lr=0.1, batch=4, epochs=2)
     trained, steps = how.train(stack_of(task), task.initial)
     for k, size in enumerate(SIZES):
-        index, sizes = how.schedule(stack_of(task, k))
+        index, sizes = how.plan(stack_of(task, k))
         w = task.initial.clone()
         for rows, n in zip(index[:, 0], sizes[:, 0], strict=True):
             w -= 0.1 * slope(task, w, rows[:n])
@@ -279,6 +279,6 @@ def test_rounding_is_not_taken_for_what_records_do_to_each_other():
 def test_padding_is_a_client_s_own_record():
     model = nn.Linear(4, 3)
     task = task_of(model, (4,))
-    index, _ = fv.LocalTraining(batch=4).schedule(stack_of(task))
+    index, _ = fv.LocalTraining(batch=4).plan(stack_of(task))
     for k in range(len(SIZES)):
         assert set(index[:, k].flatten()) <= set(task.clients[k])

@@ -168,12 +168,13 @@ class Tapped(DpSgd):
         batch: int,
         pieces: Sequence[Piece],
         change: Callable[[Tensor], Tensor] | None = None,
+        training: bool = False,
     ) -> Gradients:
         heard, noise = self.heard, SILENT if self.silent else self.sigma
         source = DpSgd(noise=noise, clip=self.clip, mechanism=self.mechanism)
         assert heard
         changed = change and (lambda x: torch.where(canary(x, 2), x, change(x)))
-        private = source.gradients(stack, weights, batch, pieces, changed)
+        private = source.gradients(stack, weights, batch, pieces, changed, training)
         heard.seeds += [secret for _, secrets in pieces for secret in secrets]
         if 0 not in stack.clients:
             return private

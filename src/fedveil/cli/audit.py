@@ -16,13 +16,13 @@ from rich.table import Table
 from fedveil.cli import show
 from fedveil.cli.jobs import Job
 from fedveil.cli.options import Format, Shown, argument, option
-from fedveil.cli.progress import LINE_EVERY
 from fedveil.cli.shell import err, out, say
 from fedveil.core.loop import trained_task
 from fedveil.core.seeds import Seed
 from fedveil.core.setup import private_root
 from fedveil.gpu.context import using
 from fedveil.runs.checkpoint import Saved
+from fedveil.runs.progress import LINE_EVERY
 
 if TYPE_CHECKING:
     from fedveil.attacks.mechanism import Mechanism

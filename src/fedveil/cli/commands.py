@@ -13,6 +13,7 @@ import typer
 
 from fedveil import data
 from fedveil.cli import show
+from fedveil.cli.interrupt import INTERRUPTED, Interrupt
 from fedveil.cli.jobs import Job, Where, choose, holds_run
 from fedveil.cli.options import (
     Compile,
@@ -35,7 +36,6 @@ from fedveil.cli.options import (
     argument,
     option,
 )
-from fedveil.cli.progress import INTERRUPTED, Interrupt
 from fedveil.cli.shell import Plainly, out, say
 from fedveil.core.outcome import learned_nothing, nothing_learned
 from fedveil.core.setup import settled_like
@@ -222,7 +222,7 @@ def _job(path: Path, plan: Recipe, where: Where) -> Job:
     if not holds_run(path):
         return Job.new(path, plan, where)
     job = Job.held(path)
-    if job.recipe != dataclasses.replace(plan, method=settled_like(plan.method, job.recipe.method)):
+    if job.recipe != dataclasses.replace(plan, method=settled_like(plan.method.over(plan.rounds), job.recipe.method)):
         raise ValueError(f"{path} holds a run of another recipe; choose another --out or delete that folder")
     return job
 

@@ -13,11 +13,12 @@ import click
 import typer
 
 from fedveil.cli import show
+from fedveil.cli.interrupt import INTERRUPTED
 from fedveil.cli.options import Format, Sets, Shown, argument, option
-from fedveil.cli.progress import INTERRUPTED, Watch
 from fedveil.cli.shell import err, say
 from fedveil.core.ledger import Row
 from fedveil.runs import recipe
+from fedveil.runs.progress import Watch
 
 if TYPE_CHECKING:
     from fedveil.engines.claims import Seat
@@ -157,7 +158,7 @@ def _rehearse(folder: Path, plan: recipe.Recipe, clients: Sequence[int]) -> str:
     stopping = (signal.SIGINT, signal.SIGTERM)  # also where whoever started this ignores the first
     before = [signal.signal(number, _interrupt) for number in stopping]
     try:
-        with Watch(plan.rounds, deployment.held(folder)) as watch:
+        with Watch(plan.rounds, deployment.held(folder), err) as watch:
             return stage.rehearse(folder, plan, clients, lambda row: _watched(row, watch), say)
     except stage.Failed as error:
         for line in error.lines:

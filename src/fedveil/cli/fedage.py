@@ -16,12 +16,12 @@ from rich.table import Table
 from fedveil.cli import show
 from fedveil.cli.jobs import Job
 from fedveil.cli.options import Device, Format, Shown, argument, option
-from fedveil.cli.progress import LINE_EVERY
 from fedveil.cli.shell import err, out, say
 from fedveil.codecs import autoencoder
 from fedveil.codecs.autoencoder import Code
 from fedveil.codecs.pretraining import PRETRAININGS
 from fedveil.codecs.pretraining import pretrain as train
+from fedveil.runs.progress import LINE_EVERY
 from fedveil.runs.recipe import pick_device
 
 DELTA = 1e-5

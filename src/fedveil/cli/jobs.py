@@ -17,8 +17,7 @@ import torch
 
 import fedveil
 from fedveil import data
-from fedveil.cli.progress import Watch
-from fedveil.cli.shell import BUG, say
+from fedveil.cli.shell import BUG, err, say
 from fedveil.core.cohort import Engine
 from fedveil.core.ledger import Ledger
 from fedveil.core.message import Refused
@@ -33,6 +32,7 @@ from fedveil.runs.checkpoint import RunError, Saved, first_rows, newest
 from fedveil.runs.fingerprint import environment, validate_same
 from fedveil.runs.folder import DEPLOYED, RunFolder, tallied
 from fedveil.runs.plugins import import_modules, imported
+from fedveil.runs.progress import Watch
 from fedveil.runs.recipe import Recipe
 
 PICTURED = 5000  # clients of a split that is worth a picture
@@ -163,7 +163,7 @@ class Job:
             warnings.catch_warnings(),
             closing(RunFolder(self.path)) as folder,
             self._engine(task) as engine,
-            Watch(self.recipe.rounds, self.ledger) as watch,
+            Watch(self.recipe.rounds, self.ledger, err) as watch,
         ):
             folder.describe(plan.toml(), dict(self.environment))
             folder.decided["recipe"] = plan.fingerprint()

@@ -16,7 +16,7 @@ def prepare(model: nn.Module) -> None:
     Fused attention has no second derivatives, and `vmap` runs it one client at a time. Masks are looked at while they
     are made, to skip what masks nothing, which `vmap` refuses.
     """
-    found = next((module for module in model.modules() if hasattr(module, "set_attn_implementation")), None)
+    found: Any = next((module for module in model.modules() if hasattr(module, "set_attn_implementation")), None)
     if found is None:
         return
     with contextlib.suppress(ValueError, AttributeError):  # a model may know no other attention

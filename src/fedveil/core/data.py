@@ -37,6 +37,10 @@ class Data:
     std: tuple[float, ...] = ()
     structure: Structure | None = None  # how x holds the tensors of a record, where there are several
 
+    def __repr__(self) -> str:
+        records = f"{len(self.x):,} training and {len(self.test_x):,} test records of {list(self.x.shape[1:])}"
+        return f"Data({self.name!r}, {records}, {self.classes} classes)"
+
     @property
     def input(self) -> tuple[int, ...]:
         """The shape of one record."""
@@ -121,6 +125,10 @@ class Split:
             raise ValueError(
                 f"Client {k} holds {self.sizes[k]:,} records, but split.max_records is {self.max_records:,}; raise it."
             )
+
+    def __repr__(self) -> str:
+        held = f"{self.sizes.min():,} to {self.sizes.max():,} records"
+        return f"{type(self).__name__}({self.kind!r}, {len(self):,} clients with {held})"
 
     def __len__(self) -> int:
         return len(self.starts) - 1

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.filesize import decimal
 from torch import Tensor
 
 from fedveil.core.account import Tally
+from fedveil.core.export import GRAPHS, STATES, write
+from fedveil.core.notebook import curve, page
 from fedveil.core.task import Task
 
 
@@ -76,6 +80,14 @@ class Ledger:
     rows: list[Row] = field(default_factory=list)
     file: io.BufferedWriter | None = None
     tally: Tally | None = field(default=None, compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        return f"Ledger({self.told()})"
+
+    def told(self) -> str:
+        """Rounds, metric and bytes in a few words."""
+        sent = decimal(sum(row.bytes_up for row in self.rows))
+        return ", ".join(filter(None, (f"{len(self.rows)} rounds", headline(self.rows), f"{sent} up")))
 
     def append(self, row: Row) -> None:
         """Enter a round. Its ε is never below that of the round before: nothing takes back what was released."""
@@ -144,6 +156,28 @@ class Result:
     task: Task
     stopped: str = "rounds"  # why it ended: rounds, target, budget (of differential privacy) or interrupt
 
+    def __repr__(self) -> str:
+        why = "" if self.stopped == "rounds" else f", stopped: {self.stopped}"
+        return f"Result({self.method}, {self.ledger.told()}{why})"
+
+    def _repr_html_(self) -> str:
+        """The curve and the summary, for notebooks."""
+        name = primary(self.ledger.rows)
+        drawn = curve(name, *self.ledger.series(name)) if name else ""
+        return page(self.method, drawn, _figures(self.summary()))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The trained model's state under the names of the model's own `state_dict`, for `load_state_dict`."""
+        return self.task.state_dict(self.weights)
+
+    def save(self, path: Path | str) -> None:
+        """Write `state_dict()` to a file: .safetensors, or .pt for `torch.load`."""
+        write(self.task, self.weights, path, STATES)
+
+    def export(self, path: Path | str) -> None:
+        """Write the trained model to an .onnx file: in eval mode, with an input "x" of any number of records."""
+        write(self.task, self.weights, path, GRAPHS)
+
     @property
     def accuracy(self) -> float:
         """Test accuracy when it was last measured; not a number where none was."""
@@ -155,9 +189,26 @@ class Result:
 
     def table(self) -> str:
         """The summary as a small table of text."""
-        rows = [(key.replace("_", " "), figure(value)) for key, value in self.summary().items() if value is not None]
+        rows = _figures(self.summary())
         width = max(len(key) for key, _ in rows)
         return "\n".join(f"{key:<{width}}  {value}" for key, value in rows)
+
+
+def primary(rows: Sequence[Row]) -> str:
+    """The name of the metric that counts most among those that were measured; empty where none was."""
+    return next((name for name in ("accuracy", "loss") if any(name in row.metrics for row in rows)), "")
+
+
+def headline(rows: Sequence[Row]) -> str:
+    """That metric when it was last measured, such as "accuracy 0.9583"."""
+    name = primary(rows)
+    values = [row.metrics[name] for row in rows if name in row.metrics]
+    return f"{name} {values[-1]:.4f}" if values else ""
+
+
+def _figures(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A summary in words, without what is not known."""
+    return [(key.replace("_", " "), figure(value)) for key, value in summary.items() if value is not None]
 
 
 def figure(value: Any) -> str:

@@ -79,6 +79,10 @@ class Method(Exchange):
         """The differential privacy that the method promises; None: none."""
         return None
 
+    def over(self, rounds: int) -> Method:
+        """The method for a run of so many rounds: schedules without a length of their own get that length."""
+        return self
+
     def with_noise(self, noise: float) -> Method:
         """The method with other noise in its promise."""
         promise: Any = self.promise

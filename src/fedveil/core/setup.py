@@ -15,10 +15,12 @@ TRIAL = 100.0  # noise from which the noise that suffices is scaled
 
 def settle(task: Task, method: Method, cohort: CohortSampler | int, rounds: int, seed: int = 0) -> Method:
     """The method with a number in place of noise "auto": the least with which all rounds stay within the budget.
+    Schedules without a length of their own get these rounds.
 
-    It depends on how often the client that is drawn most often will be asked, which the seed decides.
+    The noise depends on how often the client that is drawn most often will be asked, which the seed decides.
     """
     require_method(method)
+    method = method.over(rounds)
     sampler = cohort if isinstance(cohort, CohortSampler) else CohortSampler(size=cohort)
     if method.promise is None or method.promise.noise != AUTO:
         return method

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -94,6 +94,12 @@ class Task:
         with full_precision():
             self.stackable = self._try_vmap()
 
+    def __repr__(self) -> str:
+        name, clients = type(self.model).__name__, len(self.clients)
+        return (
+            f"Task({name}, {self.layout.size:,} weights, data {self.data.name!r}, {clients:,} clients, {self.device})"
+        )
+
     @property
     def has_training_mode(self) -> bool:
         """Whether the model works differently in training: it draws random numbers or keeps running statistics."""
@@ -163,25 +169,44 @@ class Task:
         return over
 
     def gradient(
-        self, w: Tensor, x: Tensor, y: Tensor, mask: Tensor, key: Tensor | None = None
+        self,
+        w: Tensor,
+        x: Tensor,
+        y: Tensor,
+        mask: Tensor,
+        key: Tensor | None = None,
+        *,
+        precision: str = "float32",
     ) -> tuple[Tensor, Tensor]:
         """Each client's gradient of its mean loss, [C, d], and that loss, [C].
 
         `mask` [C, B] is 1 for a record and 0 for padding, so a client with fewer records has the right mean; a client
-        with none has gradient 0. With keys [C] random numbers are drawn as in training.
+        with none has gradient 0. With keys [C] random numbers are drawn as in training. With `precision` "bfloat16"
+        layers compute under autocast; gradients are float32.
         """
         w = w.detach().requires_grad_()
-        mean = (self.stacked_losses(w, x, y, key) * mask).sum(1) / mask.sum(1).clamp(min=1)
+        with self._autocast(precision):
+            losses = self.stacked_losses(w, x, y, key)
+        mean = (losses * mask).sum(1) / mask.sum(1).clamp(min=1)
         (gradient,) = torch.autograd.grad(mean.sum(), w)
         return gradient, mean.detach()
 
     def train_gradient(
-        self, w: Tensor, statistics: Tensor, x: Tensor, y: Tensor, mask: Tensor, key: Tensor
+        self,
+        w: Tensor,
+        statistics: Tensor,
+        x: Tensor,
+        y: Tensor,
+        mask: Tensor,
+        key: Tensor,
+        *,
+        precision: str = "float32",
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same in training (see `train_f`): gradient [C, d + p], loss [C] and new running statistics [C, s]."""
         w = w.detach().requires_grad_()
-        logits, statistics = self.stacked(self.train_f)(w, statistics, x, mask, key)
-        losses = self.loss(logits.flatten(0, 1), y.flatten(0, 1)).view(y.shape[:2])
+        with self._autocast(precision):
+            logits, statistics = self.stacked(self.train_f)(w, statistics, x, mask, key)
+            losses = self.loss(logits.flatten(0, 1), y.flatten(0, 1)).view(y.shape[:2])
         mean = (losses * mask).sum(1) / mask.sum(1).clamp(min=1)
         (gradient,) = torch.autograd.grad(mean.sum(), w)
         return gradient, mean.detach(), statistics.detach()
@@ -191,10 +216,11 @@ class Task:
         """`gradient`, compiled where that is asked for: for steps that are taken so often that it pays."""
         return self.fused("gradient", self.gradient)
 
-    @property
-    def fast_train_gradient(self) -> Fused:
-        """`train_gradient`, compiled where that is asked for."""
-        return self.fused("train gradient", self.train_gradient)
+    def _autocast(self, precision: str) -> AbstractContextManager[object]:
+        """Layers in fewer bits; a cache of the weights in these bits would outlive a CUDA graph."""
+        if precision == "float32":
+            return nullcontext()
+        return torch.autocast(self.device.type, getattr(torch, precision), cache_enabled=False)
 
     def fused(self, name: str, function: Callable[..., tuple[Tensor, ...]], *settings: Hashable) -> Fused:
         """What is to be compiled of this task's work, by name and settings, so that it is compiled once."""
@@ -221,6 +247,18 @@ class Task:
             metrics["top5"] = top5 / guesses
         return metrics
 
+    def state_dict(self, w: Tensor) -> dict[str, Tensor]:
+        """The model's own `state_dict` with weights `w` [d], on the CPU: tied weights under each of their names,
+        constants, and buffers with the running statistics of `norms`."""
+        layers = self.layout.split(w.detach().cpu()) | self.norms.split()
+        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
+        names = {id(tensor): name for name, tensor in tensors}
+        state: dict[str, Tensor] = {}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            own = layers.get(names.get(id(value), ""), value.detach())
+            state[name] = own.to("cpu", value.dtype, copy=True, memory_format=torch.contiguous_format)
+        return state
+
     def rows(self, clients: Sequence[int]) -> Rows:
         """The records of some clients, as indices into `x` and `y`."""
         return Rows([self.clients[k] for k in clients])
@@ -233,13 +271,14 @@ class Task:
     @cached_property
     def sizes(self) -> dict[str, Size]:
         """What the dimension names of a message stand for in this task."""
-        return {
+        sizes: dict[str, Size] = {
             "weights": self.layout.size,
             "layers": len(self.layout.layers),
             "input": self.data.input,
             "classes": self.data.classes,
             "records": self.largest,
-        } | ({"statistics": len(self.norms)} if len(self.norms) else {})
+        }
+        return sizes | {"statistics": len(self.norms)} if len(self.norms) else sizes
 
     def require(self, operation: str, who: str) -> None:
         """Try what a method needs of the model (see `WAYS_OUT`), once. A ValueError says what fails and the way out."""

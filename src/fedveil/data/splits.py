@@ -17,7 +17,7 @@ from fedveil.core.seeds import Seed
 from fedveil.core.spelling import check_options, unknown
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Share(Split):
     """A split as one party of a deployment knows it: how many clients there are, the most records that any holds, and
     its own ones. Sizes of the others are unknown and read 0."""

@@ -157,7 +157,8 @@ def group_norm(
     offset: Tensor | None = None,
 ) -> Tensor:
     """`F.group_norm` for inputs [B, C, …] with `offset` [C] added, if that is given; with `pooled` followed by a ReLU
-    and a mean pool of 2 × 2."""
+    and a mean pool of 2 × 2. Autocast leaves it in float32."""
+    x = x.float() if torch.is_autocast_enabled(x.device.type) else x
     if norms.usable(x, num_groups, pooled, offset is not None):
         return norms.group_norm(x, num_groups, weight, bias, eps, pooled, offset)
     x = x if offset is None else x + offset[:, None, None]
@@ -167,7 +168,9 @@ def group_norm(
 
 
 def product(w: Tensor, x: Tensor) -> Tensor:
-    """W X for W […, o, i] and X […, i, n]."""
+    """W X for W […, o, i] and X […, i, n]; under autocast in fewer bits, and so are its derivatives."""
+    if torch.is_autocast_enabled(w.device.type):  # it would cast what is multiplied, but not what derivatives need
+        w, x = (t.to(torch.get_autocast_dtype(w.device.type)) for t in (w, x))
     return _Forward.of(w, x) if torch.is_grad_enabled() or traced() else w @ x
 
 

@@ -110,7 +110,7 @@ class Averaging(Method):
 
     def step(self, state: State, total: Total, cohort: Cohort) -> State:
         """Return the server's state after its step."""
-        return self.server.step(state, self.combine(total))
+        return self.server.step(state, self.combine(total), cohort.round)
 
     # ------------------------------------------------------------------------------------------------ a round
 
@@ -202,6 +202,10 @@ class Averaging(Method):
     @property
     def reads_rounds(self) -> bool:
         return self.full_rounds > 0
+
+    def over(self, rounds: int) -> Averaging:
+        local, server = self.local.over(rounds), self.server.over(rounds)
+        return self if (local, server) == (self.local, self.server) else replace(self, local=local, server=server)
 
     @property
     def promise(self) -> DpSgd | UserLevel | None:

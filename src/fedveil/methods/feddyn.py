@@ -57,4 +57,5 @@ class FedDyn(Averaging):
 
     def step(self, state: State, total: Total, cohort: Cohort) -> State:
         h = state.slots[self.name].value - self.alpha * total.clients / len(cohort.task.clients) * total.mean("update")
-        return self.server.step(state, total.mean("update") - h / self.alpha).put(self.name, Dual(h))
+        after = self.server.step(state, total.mean("update") - h / self.alpha, cohort.round)
+        return after.put(self.name, Dual(h))

@@ -23,6 +23,7 @@ from fedveil.privacy.dpsgd import DpSgd
 from fedveil.privacy.secagg.settings import SecureSum
 from fedveil.privacy.users import UserLevel
 from fedveil.train.aggregators import Aggregator, NoisySum
+from fedveil.train.local import LocalTraining
 from fedveil.train.trainers import Trainer
 from fedveil.train.transforms import ClipNoise, Feedback, Transform, Weigh
 
@@ -35,6 +36,9 @@ class Options(Protocol):
 
     @property
     def unsupported(self) -> Mapping[str, str]: ...
+
+    @property
+    def local(self) -> LocalTraining: ...
 
     @property
     def up(self) -> Codec: ...

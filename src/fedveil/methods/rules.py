@@ -134,6 +134,22 @@ RULES = (
         lambda m: "method.privacy is for each record, method.user_privacy for each client; set one of them",
     ),
     Rule(
+        "private gradients in bfloat16",
+        lambda m: m.privacy and m.local.precision != "float32",
+        lambda m: (
+            f"local.precision is {m.local.precision}, but the clipping of method.privacy is proved for float32 "
+            'gradients; set local.precision="float32"'
+        ),
+    ),
+    Rule(
+        "private gradients that accumulate",
+        lambda m: m.privacy and m.local.accumulate > 1,
+        lambda m: (
+            f"local.accumulate is {m.local.accumulate}, but method.privacy draws the records of each step by itself "
+            f"and takes them in pieces that fit; set local.batch={m.local.step_size} and local.accumulate=1"
+        ),
+    ),
+    Rule(
         "private codes",
         lambda m: _noised_sum(m) and m.up.in_code_space,
         lambda m: (

@@ -42,7 +42,7 @@ def cost(task: Task, recipe: Recipe) -> dict[str, Any]:
     plain_up, plain_down = zip(*(turn_bytes(plain, task, turn) for turn in turns), strict=True)
     works = [method.forecast_compute(turn) for turn in turns]
     privacy, lasting = _privacy(task, recipe)
-    if found != recipe and privacy["noise"] is not None:
+    if found.method.promise != method.promise:
         lasting.append(f'Noise "auto" is {privacy["noise"]:g}, the least with which all rounds stay within the budget.')
     return {
         "method": method.name,

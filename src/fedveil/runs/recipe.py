@@ -25,9 +25,11 @@ from fedveil.core.seeds import Seed
 from fedveil.core.setup import settle
 from fedveil.core.spelling import nearest
 from fedveil.core.task import Task
+from fedveil.core.version import ADDED
 from fedveil.data import Data
 from fedveil.methods.fedavg import FedAvg
 from fedveil.runs.fingerprint import fingerprint
+from fedveil.runs.unset import NONE, optional, types_of, unset
 from fedveil.runs.weights import load_weights
 
 
@@ -39,8 +41,8 @@ class TaskSpec:
     model: str = "digits-cnn"
     loss: str = "cross-entropy"
     weights: str | None = None  # where training begins: a run folder or an .npz file of layers, instead of a draw
-    trainable: list[str] | None = None  # patterns of the names of the parameters that are trained; the others stay
-    batch_norm: str | None = None  # federated, local or frozen
+    trainable: list[str] | None = field(default=None, metadata=ADDED)  # patterns of the parameters that are trained
+    batch_norm: str | None = field(default=None, metadata=ADDED)  # federated, local or frozen
     data_options: dict[str, Any] = field(default_factory=dict)
     model_options: dict[str, Any] = field(default_factory=dict)
 
@@ -116,6 +118,10 @@ class Recipe:
             )
         if self.cohort.kind == "weighted":
             raise ValueError("cohort.kind is 'weighted', but a server does not know who holds how much; use uniform")
+        if self.method.over(self.rounds) != self.method:
+            raise ValueError(
+                "a schedule is 'cosine', but a deployed client does not know the number of rounds; set schedule_rounds"
+            )
         share = data.Share.of(client, self.split.clients, len(own.x), self.split.max_records, self._held())
         return self._task(own, share, device)
 
@@ -163,13 +169,13 @@ def names() -> list[str]:
 
 
 def read(source: str, changes: Iterable[str] = ()) -> Recipe:
-    """A recipe from a built-in name or a TOML file, with `key=value` changes on top."""
+    """A recipe from a built-in name or a TOML file, with `key=value` changes on top; `key=none` unsets a key."""
     table = tables(source)
     for change in changes:
         key, found, value = change.partition("=")
         if not found or not key:
             raise ValueError(f"--set takes key=value, not '{change}'")
-        _put(table, key.strip().split("."), _value(value.strip()))
+        _put(table, key.strip().split("."), None if value.strip() == NONE else _value(value.strip()))
     return parse(table)
 
 
@@ -211,7 +217,9 @@ def _over(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
 
 def _put(table: dict[str, Any], path: list[str], value: Any) -> None:
     for i, part in enumerate(path[:-1]):
-        table = table.setdefault(part, {})
+        if table.get(part) is None:
+            table[part] = {}
+        table = table[part]
         if not isinstance(table, dict):
             raise ValueError(f"'{'.'.join(path[: i + 1])}' is a value, so it has no '{path[i + 1]}'")
     table[path[-1]] = value
@@ -237,19 +245,22 @@ def _build(kind: type[Any], table: Any, path: str) -> Any:
             own = "; one of your own needs --import MODULE"
             raise ValueError(f"there is no {what} '{name}'{nearest(name, registry)}{own}")
         kind = registry[name]
-    known, hints = keys(kind), typing.get_type_hints(kind)
+    known, hints = keys(kind), types_of(kind)
     given: dict[str, Any] = {}
     for key, value in table.items():
         where = f"{path}.{key}" if path else key
         if key not in known:
             raise ValueError(_lacking(kind, key, where) or f"unknown key '{where}'{nearest(key, known, path)}")
-        if under := section(kind, key):
+        value, under = unset(value, hints[key]), section(kind, key)
+        if under and not (value is None and optional(hints[key])):
             given[key] = _build(under, value, where)
             continue
         try:
-            given[key] = msgspec.convert(value, hints[key])
+            given[key] = None if value is None and optional(hints[key]) else msgspec.convert(value, hints[key])
         except msgspec.ValidationError:
-            raise ValueError(f"'{where}' is {value!r}; it must be {_called(hints[key])}") from None
+            raise ValueError(
+                f"'{where}' is {NONE if value is None else repr(value)}; it must be {_called(hints[key])}"
+            ) from None
         if isinstance(given[key], float) and not math.isfinite(given[key]):
             raise ValueError(f"'{where}' is {value}; it must be a finite number")
     return kind(**given)
@@ -311,6 +322,7 @@ def _table(thing: Any) -> dict[str, Any]:
     table: dict[str, Any] = {"name": thing.name} if hasattr(thing, "registry") else {}
     for f in dataclasses.fields(thing):
         value = getattr(thing, f.name)
+        value = NONE if value is None and f.default is not None else value  # or it would be the default again
         table[f.name] = _table(value) if dataclasses.is_dataclass(value) else value
     return table
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -15,31 +16,44 @@ from torch import Tensor
 from fedveil.core.directions import words
 from fedveil.core.forecast import Compute
 from fedveil.core.stack import ClientStack
+from fedveil.core.version import ADDED
 from fedveil.gpu.graphs import repeat
 from fedveil.privacy.dpsgd import DpSgd
+from fedveil.train.schedules import Scheduled
 
+MOMENTS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # vectors that an optimizer holds
+PRECISIONS = ("float32", "bfloat16")
 GRADIENT_CHUNK = 256
 Gradient = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # weights [C, d], x, y, mask [C, B] -> [C, d]
 
 
 @dataclass(frozen=True)
-class LocalTraining:
+class LocalTraining(Scheduled):
     """Minibatch training on a client's own records, reshuffled every epoch."""
 
-    optimizer: str = "sgd"  # sgd, momentum or adam
+    key: ClassVar[str] = "local"
+
+    optimizer: str = "sgd"  # sgd, momentum, adam or adamw
     lr: float = 0.1
     epochs: int = 1
-    steps: int | None = None  # minibatches instead of epochs
+    steps: int | None = None  # of the optimizer, instead of epochs
     batch: int = 32
     momentum: float = 0.9  # also Adam's first moment
     beta2: float = 0.999
-    weight_decay: float = 0.0
+    weight_decay: float = 0.0  # AdamW shrinks the weights by it, the others add it to the gradient
     decay: float = 1.0  # lr is multiplied by it after every round
     decay_after: tuple[int, ...] = ()  # or after these rounds only
+    accumulate: int = field(default=1, metadata=ADDED)  # minibatches of a step
+    precision: str = field(default="float32", metadata=ADDED)  # of the model's layers; weights and steps are float32
 
     def __post_init__(self) -> None:
-        if self.optimizer not in ("sgd", "momentum", "adam"):
-            raise ValueError(f"local.optimizer is '{self.optimizer}'; use sgd, momentum or adam")
+        super().__post_init__()
+        if self.optimizer not in MOMENTS:
+            raise ValueError(f"local.optimizer is '{self.optimizer}'; use sgd, momentum, adam or adamw")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"local.precision is '{self.precision}'; use {' or '.join(PRECISIONS)}")
+        if self.accumulate < 1:
+            raise ValueError(f"local.accumulate is {self.accumulate}; it must be at least 1")
         if self.lr <= 0 or self.batch < 1 or self.epochs < 1 or (self.steps is not None and self.steps < 1):
             raise ValueError("local training needs lr > 0 and batch, epochs and steps of at least 1")
         if not (0 <= self.momentum < 1 and 0 <= self.beta2 < 1 and self.weight_decay >= 0 and self.decay > 0):
@@ -56,14 +70,19 @@ class LocalTraining:
     def rate(self, round_: int) -> float:
         """The learning rate of a round, counted from 1."""
         lowered = sum(round_ > after for after in self.decay_after) if self.decay_after else round_ - 1
-        return self.lr * self.decay**lowered
+        return self.lr * self.decay**lowered * self.factor(round_)
+
+    @property
+    def step_size(self) -> int:
+        """The records of a step, in one minibatch or several."""
+        return self.batch * self.accumulate
 
     def forecast_compute(self, records: int) -> Compute:
         """What `train` takes of a client with so many records."""
-        per_epoch = -(-records // self.batch)
+        per_epoch = -(-records // self.step_size)
         epochs, steps = divmod(self.steps or self.epochs * per_epoch, per_epoch)
-        moments = ("sgd", "momentum", "adam").index(self.optimizer)
-        return Compute(epochs * records + steps * self.batch, 3 + moments, min(self.batch, records))
+        vectors = 3 + MOMENTS[self.optimizer] + (self.accumulate > 1)
+        return Compute(epochs * records + steps * self.step_size, vectors, min(self.batch, records))
 
     def train(
         self,
@@ -79,28 +98,21 @@ class LocalTraining:
         `gradient_of` takes the place of `task.gradient` where gradients are not derived but estimated.
         """
         task, device = stack.task, stack.task.device
-        index, size = self.schedule(stack)
+        index, size = self.plan(stack)
         stack.passes += int(size.sum())
         steps = (size > 0).sum(0)
         index_, size_ = torch.from_numpy(index).to(device), torch.from_numpy(size).to(device)
         norms = task.norms.values.expand(len(stack), -1) if stack.norms is None else stack.norms.to(device)
         own, statistics = (t.clone() for t in norms.tensor_split([task.norms.trained], 1))
         weights = torch.cat([w.to(device).expand(len(stack), -1), own], 1)  # and the batch norm layers' own
-        cursor, keys = torch.zeros(1, dtype=torch.int64, device=device), stack.keys("noise")
+        cursor = torch.zeros(1, dtype=torch.int64, device=device)
+        derive = self._accumulated(gradient_of or self._gradient(stack, statistics))
         descend = self._descent(weights, stack.round, correction and partial(_padded, correction, len(w)))
-
-        def derive(weights: Tensor, *batch: Tensor) -> Tensor:
-            if not task.has_training_mode:
-                return task.fast_gradient(weights, *batch)[0]
-            gradient, _, new = task.fast_train_gradient(weights, statistics, *batch, words(keys, cursor))
-            statistics.copy_(new)
-            return gradient
 
         def step(width: int) -> None:
             rows, count = index_[cursor, :, :width][0], size_[cursor][0]
             mask = (torch.arange(width, device=device) < count[:, None]).float()
-            gradient = (gradient_of or derive)(weights, task.x[rows], task.y[rows], mask)
-            descend(gradient, (count > 0).float()[:, None])
+            descend(derive(weights, task.x[rows], task.y[rows], mask), (count > 0).float()[:, None])
             cursor.add_(1)
 
         done = 0
@@ -130,21 +142,21 @@ class LocalTraining:
 
     def forecast_private_compute(self, records: int, largest: int) -> Compute:
         """What `train_privately` takes of a client with so many records."""
-        size, moments = min(self.batch, records), ("sgd", "momentum", "adam").index(self.optimizer)
-        return Compute(self.private_steps(largest) * size, 4 + moments + size, size)
+        size = min(self.batch, records)
+        return Compute(self.private_steps(largest) * size, 4 + MOMENTS[self.optimizer] + size, size)
 
-    def schedule(self, stack: ClientStack) -> tuple[np.ndarray, np.ndarray]:
+    def plan(self, stack: ClientStack) -> tuple[np.ndarray, np.ndarray]:
         """Which records each step uses: indices [S, C, B] and how many of the B count, [S, C] (0 when done)."""
         plans = []
         for own, seed in zip(stack.rows.indices, stack.seeds("shuffle"), strict=True):
-            rng, per_epoch = seed.numpy(), -(-len(own) // self.batch)
+            rng, per_epoch = seed.numpy(), -(-len(own) // self.step_size)
             total = self.steps or self.epochs * per_epoch
-            epochs = [_batches(rng.permutation(own), self.batch) for _ in range(-(-total // per_epoch))]
+            epochs = [_batches(rng.permutation(own), self.step_size) for _ in range(-(-total // per_epoch))]
             plans.append(
                 (np.concatenate([b for b, _ in epochs])[:total], np.concatenate([n for _, n in epochs])[:total])
             )
         longest = max(len(n) for _, n in plans)
-        width = min(self.batch, int(stack.rows.counts.max()))
+        width = min(self.step_size, int(stack.rows.counts.max()))
         index = np.zeros((longest, len(stack), width), np.int64)
         size = np.zeros((longest, len(stack)), np.int64)
         for k, (batches, counts) in enumerate(plans):
@@ -153,14 +165,48 @@ class LocalTraining:
             size[: len(counts), k] = counts
         return index, size
 
+    def _gradient(self, stack: ClientStack, statistics: Tensor) -> Gradient:
+        """The gradient of a minibatch in this precision. Running `statistics` [C, s] are replaced by new ones."""
+        task = stack.task
+        plain = task.fused("gradient", partial(task.gradient, precision=self.precision), self.precision)
+        if not task.has_training_mode:
+            return lambda *batch: plain(*batch)[0]
+        fused = task.fused("train gradient", partial(task.train_gradient, precision=self.precision), self.precision)
+        keys, drawn = stack.keys("noise"), torch.zeros(1, dtype=torch.int64, device=task.device)
+
+        def in_training(*batch: Tensor) -> Tensor:
+            weights, x, y, mask = batch
+            gradient, _, new = fused(weights, statistics, x, y, mask, words(keys, drawn))
+            statistics.copy_(new)
+            drawn.add_(1)
+            return gradient
+
+        return in_training
+
+    def _accumulated(self, derive: Gradient) -> Gradient:
+        """The gradient of the mean over all records of a step, of which `derive` is given one minibatch at a time."""
+        if self.accumulate == 1:
+            return derive
+
+        def gradient(weights: Tensor, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+            total, count = torch.zeros_like(weights), mask.sum(1, keepdim=True).clamp(min=1)
+            for part in zip(*(t.split(self.batch, 1) for t in (x, y, mask)), strict=True):
+                total += derive(weights, *part) * (part[-1].sum(1, keepdim=True) / count)
+            return total
+
+        return gradient
+
     def _descent(
         self, weights: Tensor, round_: int, correction: Callable[[Tensor], Tensor] | None
     ) -> Callable[[Tensor, Tensor], None]:
         """A step in place of `weights` [C, d] along a gradient [C, d], for the clients with `active` [C, 1] = 1."""
-        update = self._optimizer(weights, self.rate(round_))
+        rate = self.rate(round_)
+        update, decoupled = self._optimizer(weights, rate), self.optimizer == "adamw"
 
         def step(gradient: Tensor, active: Tensor) -> None:
-            if self.weight_decay:
+            if self.weight_decay and decoupled:
+                weights.mul_(1 - rate * self.weight_decay * active)
+            elif self.weight_decay:
                 gradient += self.weight_decay * weights
             if correction:
                 gradient += correction(weights)
@@ -186,13 +232,15 @@ class LocalTraining:
             return momentum
         second = torch.zeros_like(weights)
         taken = torch.zeros((), device=weights.device)
+        exact = self.optimizer == "adamw"  # PyTorch's ε, where Adam's is that of Kingma and Ba's section 2
 
         def adam(gradient: Tensor, active: Tensor) -> None:
             taken.add_(1)
             first.lerp_(gradient, 1 - self.momentum)
             second.lerp_(gradient.square(), 1 - self.beta2)
-            scale = (1 - self.beta2**taken).sqrt() / (1 - self.momentum**taken)
-            weights.sub_(scale * first / (second.sqrt() + 1e-8) * active, alpha=lr)
+            unbiased = (1 - self.beta2**taken).sqrt()
+            scale, epsilon = unbiased / (1 - self.momentum**taken), 1e-8 * unbiased if exact else 1e-8
+            weights.sub_(scale * first / (second.sqrt() + epsilon) * active, alpha=lr)
 
         return adam
 

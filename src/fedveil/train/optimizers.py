@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from msgspec.structs import replace
@@ -11,6 +12,7 @@ from torch import Tensor
 from fedveil.core import message
 from fedveil.core.message import Record, Weights
 from fedveil.core.method import State
+from fedveil.train.schedules import Scheduled
 
 SLOT, AVERAGE = "server", "average"  # slots of the server's state
 
@@ -32,13 +34,15 @@ class Average(Record, frozen=True):
 
 
 @dataclass(frozen=True)
-class ServerOptimizer:
+class ServerOptimizer(Scheduled):
     """The server's optimizer: plain (FedAvg), momentum (FedAvgM) or adam (FedAdam, Reddi et al. 2021, algorithm 2).
 
     momentum: also Adam's first moment
     tau:      Adam's degree of adaptivity
     ema:      publish a moving average of the weights, with coefficient min(ema, (1+t)/(10+t)) in step t; 0: do not
     """
+
+    key: ClassVar[str] = "server"
 
     optimizer: str = "plain"
     lr: float = 1.0
@@ -48,6 +52,7 @@ class ServerOptimizer:
     ema: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.optimizer not in ("plain", "momentum", "adam"):
             raise ValueError(f"server.optimizer is '{self.optimizer}'; use plain, momentum or adam")
         if self.lr <= 0:
@@ -69,17 +74,20 @@ class ServerOptimizer:
         average = state.slots.get(AVERAGE)
         return replace(state, weights=average.live) if isinstance(average, Average) else state
 
-    def step(self, state: State, delta: Tensor) -> State:
-        """Move the weights along the merged update `delta` [d], which points downhill."""
+    def step(self, state: State, delta: Tensor, round_: int | None = None) -> State:
+        """Move the weights along the merged update `delta` [d], which points downhill. A schedule needs the round."""
+        if round_ is None and not self.constant:
+            raise ValueError("server.schedule and server.warmup need the round, and this method gives none; unset them")
+        lr = self.lr if round_ is None else self.lr * self.factor(round_)
         first, second = moments(state)
         if first is None:
-            return replace(state, weights=state.weights + self.lr * delta)
+            return replace(state, weights=state.weights + lr * delta)
         if second is None:
             first = self.momentum * first + delta
-            return replace(state, weights=state.weights + self.lr * first).put(SLOT, Moments(first))
+            return replace(state, weights=state.weights + lr * first).put(SLOT, Moments(first))
         first = self.momentum * first + (1 - self.momentum) * delta
         second = self.beta2 * second + (1 - self.beta2) * delta**2
-        step = self.lr * first / (second.sqrt() + self.tau)
+        step = lr * first / (second.sqrt() + self.tau)
         return replace(state, weights=state.weights + step).put(SLOT, Moments(first, second))
 
     def published(self, before: State, after: State) -> State:

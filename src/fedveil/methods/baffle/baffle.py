@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar
 
 import torch
@@ -114,10 +114,19 @@ class Baffle(Estimate, Method):
             raise ValueError(f"method.batch is {self.batch}; it is at least 1; leave it out for all records")
         if self.down == "replay" and self.seeds != "shared":
             raise ValueError('method.down is "replay", which repeats K shared slopes; it needs seeds "shared"')
+        if self.down == "replay" and not self.server.constant:
+            raise ValueError(
+                'method.down is "replay", and a client that repeats a step does not know its round; leave '
+                "method.server.schedule and method.server.warmup out"
+            )
         if self.secure and self.seeds == "own":
             raise ValueError(
                 'method.secure sums what all clients have along the same directions; set method.seeds="shared"'
             )
+
+    def over(self, rounds: int) -> Baffle:
+        server = self.server.over(rounds)
+        return self if server == self.server else replace(self, server=server)
 
     @property
     def min_clients(self) -> int:
@@ -140,7 +149,7 @@ class Baffle(Estimate, Method):
         if self.down == "replay":
             cohort = self.steps.reach(now, cohort)
         keys, coefficients = self.probed(now, cohort)
-        after = self.take(cohort.task, now, keys, coefficients)
+        after = self.take(cohort.task, now, keys, coefficients, None if self.down == "replay" else cohort.round)
         if self.down == "replay":
             after = self.steps.record(now, after, Step(keys[0], coefficients[0]), cohort)
         return self.server.published(state, after)
@@ -165,11 +174,13 @@ class Baffle(Estimate, Method):
             return ProbeHere(self.steps.version(now), key, count)
         return Probe(now.weights, key, count)
 
-    def take(self, task: Task, now: State, keys: Sequence[int], coefficients: Sequence[Tensor]) -> State:
+    def take(
+        self, task: Task, now: State, keys: Sequence[int], coefficients: Sequence[Tensor], round_: int | None = None
+    ) -> State:
         """The server's step, which with `replay` every client takes too; on one thread, so that all round alike."""
         with forward_only(task.device), one_thread():
             gradient = self.prober(task).combine(keys, coefficients)
-            return self.server.step(now, -self.clipped(gradient))
+            return self.server.step(now, -self.clipped(gradient), round_)
 
     # ------------------------------------------------------------------------------------------------ the clients
 

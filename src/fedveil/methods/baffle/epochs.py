@@ -46,6 +46,15 @@ class BaffleEpochs(Estimate, Averaging):
     def __post_init__(self) -> None:
         Estimate.__post_init__(self)
         Averaging.__post_init__(self)
+        if self.local.precision != "float32":
+            raise ValueError(
+                f"local.precision is {self.local.precision}, which is of gradients, and baffle-epochs estimates them; "
+                'set method.precision="float16" instead'
+            )
+        if self.local.optimizer == "adamw" and self.layers:
+            raise ValueError(
+                "local.optimizer is adamw, which shrinks every layer, also those not in method.layers; use adam"
+            )
 
     @property
     def trainer(self) -> Trainer:

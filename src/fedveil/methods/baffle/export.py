@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import io
 import json
-import logging
-import warnings
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fedveil.core import directions
+from fedveil.core.export import onnx_graph
 from fedveil.core.losses import cross_entropy
 from fedveil.core.task import Task
 from fedveil.methods.baffle import edge
 from fedveil.methods.baffle.baffle import Baffle
 
 PACKAGE = "fedveil_edge"
-OPSET = 18
 MEMORY = 4 << 20  # bytes of activations that the client's passes may hold
 
 
@@ -37,11 +30,6 @@ def export(task: Task, method: Baffle, folder: Path, quantise: bool = False) -> 
         )
     if task.loss is not cross_entropy or task.data.y.dim() != 1:
         raise ValueError("the edge client knows the loss 'cross-entropy' with one label a record, and no other")
-    try:
-        import onnx  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError:
-        raise ImportError("fedveil export needs the extra 'edge': pip install 'fedveil[edge]'") from None
     places = method.places(task)
     chosen = set(range(task.layout.size) if places is None else places.tolist())
     layers = [(each.name, list(each.shape), each.start, each.stop, each.start in chosen) for each in task.layout.layers]
@@ -64,10 +52,10 @@ def export(task: Task, method: Baffle, folder: Path, quantise: bool = False) -> 
 
 def _graph(task: Task, trained: list[str], quantise: bool) -> tuple[bytes, int]:
     """The graph with `trained` weights as inputs, and how many weights it holds itself."""
+    proto = onnx_graph(task, task.initial).model_proto  # says what is to be installed
     import onnx
     from onnx import helper
 
-    proto = _exported(task)
     graph = proto.graph
     kept = {tensor.name: tensor for tensor in graph.initializer}
     lost = [name for name in trained if name not in kept or not any(name in node.input for node in graph.node)]
@@ -81,36 +69,6 @@ def _graph(task: Task, trained: list[str], quantise: bool) -> tuple[bytes, int]:
         _quantise(graph, kept[name])
     onnx.checker.check_model(proto)
     return proto.SerializeToString(), sum(onnx.numpy_helper.to_array(kept[name]).size for name in frozen)
-
-
-def _exported(task: Task) -> Any:
-    """What PyTorch exports, weights as named initialisers and any number of records; its log lines are left out."""
-    x = task.data.x[:2].clone()
-    model = copy.deepcopy(task.model).cpu().eval()
-    with torch.no_grad():
-        for name, value in task.layout.split(task.initial.cpu()).items():
-            model.get_parameter(name).copy_(value)
-    level = logging.getLogger("torch.onnx").level
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            program = torch.onnx.export(
-                model,
-                (x,),
-                input_names=["x"],
-                dynamic_shapes=({0: torch.export.Dim("records", min=1)},),
-                opset_version=OPSET,
-                dynamo=True,
-                optimize=False,
-                verbose=False,
-            )
-    except Exception as error:  # the exporter fails in many ways
-        raise ValueError(f"PyTorch cannot export this model to ONNX: {' '.join(str(error).split())[:300]}") from error
-    finally:
-        logging.getLogger("torch.onnx").setLevel(level)
-    assert program
-    return program.model_proto
 
 
 def _quantise(graph: Any, tensor: Any) -> None:

@@ -1,36 +1,42 @@
-"""A run as it goes: progress on stderr, and Ctrl-C."""
+"""A run as it goes, told on stderr."""
 
 from __future__ import annotations
 
 import datetime
-import os
-import signal
+import sys
 import threading
 import time
-from types import FrameType
 
+from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-from fedveil.cli.shell import err
-from fedveil.core.ledger import Ledger, Row
+from fedveil.core.ledger import Ledger, Row, headline
 from fedveil.gpu.context import using
 
-INTERRUPTED = 130
-LINE_EVERY = 5.0  # seconds, where stderr is no terminal
+LINE_EVERY = 5.0  # seconds, where nothing renews a line
 LONG = 3.0  # seconds of a round after which it is told how far its clients are
 
 
 class Watch:
-    """Progress on stderr: one line that renews itself on a terminal, elsewhere a line every few seconds."""
+    """Progress on stderr: one line that renews itself on a terminal and in a notebook, elsewhere a line every few
+    seconds. It is called with each round's row.
 
-    def __init__(self, rounds: int, done: Ledger) -> None:
+    rounds:  how many there are
+    done:    the rounds before
+    console: where it is told; by default stderr
+    """
+
+    def __init__(self, rounds: int, done: Ledger, console: Console | None = None) -> None:
+        self.notebook = console is None and Console().is_jupyter
+        self.console = console or Console(stderr=True, force_jupyter=False, markup=False, highlight=False, emoji=False)
         self.rounds, self.first = rounds, len(done.rows)
-        self.up, self.accuracy, self.spent = sum(row.bytes_up for row in done.rows), "", ""
+        self.up, self.metric, self.spent = sum(row.bytes_up for row in done.rows), "", ""
         self.began = self.round_began = time.monotonic()
+        self.width = 0
         self.text, self.told, self.lock = f"round {self.first}/{rounds}", -LINE_EVERY, threading.Lock()
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=10))
-        self.bar = Progress(*columns, console=err, disable=not err.is_terminal)
+        self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self.line = self.bar.add_task(self.text, total=rounds)
 
     def __enter__(self) -> Watch:
@@ -42,16 +48,18 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self.told_steps.__exit__(None, None, None)
         self.bar.stop()
+        if self.notebook:
+            print(file=sys.stderr)
 
     def __call__(self, row: Row) -> None:
         self.up += row.bytes_up
-        if "accuracy" in row.metrics:
-            self.accuracy = f"  accuracy {row.metrics['accuracy']:.4f}"
+        if told := headline([row]):
+            self.metric = f"  {told}"
         if row.epsilon is not None:
             self.spent = f"  ε {row.epsilon:.4g}" + (f" ({row.relation})" if row.relation else "")
         now = time.monotonic()
         left = round((now - self.began) / (row.round - self.first) * (self.rounds - row.round))
-        self.text = f"round {row.round}/{self.rounds}{self.accuracy}{self.spent}  {decimal(self.up)} up"
+        self.text = f"round {row.round}/{self.rounds}{self.metric}{self.spent}  {decimal(self.up)} up"
         self.text += f"  {datetime.timedelta(seconds=left)} left" if left else ""
         self.round_began = now
         self.bar.update(self.line, completed=row.round)
@@ -69,36 +77,9 @@ class Watch:
     def _tell(self, line: str, at_once: bool = False) -> None:
         with self.lock:
             self.bar.update(self.line, description=line)
-            if self.bar.disable and (at_once or time.monotonic() - self.told >= LINE_EVERY):
+            if self.notebook:
+                print(f"\r{line:<{self.width}}", end="", file=sys.stderr, flush=True)
+                self.width = len(line)  # what is left of a longer line is blanked
+            elif self.bar.disable and (at_once or time.monotonic() - self.told >= LINE_EVERY):
                 self.told = time.monotonic()
-                err.print(line, soft_wrap=True)
-
-
-class Interrupt:
-    """Ctrl-C: the first one stops after the round, the second one at once."""
-
-    def __init__(self, hint: str) -> None:
-        self.hint, self.asked = hint, False
-
-    def __enter__(self) -> Interrupt:
-        self._before = signal.signal(signal.SIGINT, self._caught)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
-
-    def __call__(self) -> bool:
-        return self.asked
-
-    def _caught(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:  # run folders survive a kill at any moment; an exception would wait for the engine's threads
-            _interject(f"aborted; {self.hint} goes on from the last finished round", "\x1b[?25h")  # shows the cursor
-            os._exit(INTERRUPTED)
-        self.asked = True
-        _interject("stopping after this round; Ctrl-C again aborts at once")
-
-
-def _interject(sentence: str, control: str = "") -> None:
-    """Say something from a signal handler, which may have interrupted a write to stderr: past its buffer."""
-    start = f"\r\x1b[2K{control}" if err.is_terminal else ""  # in place of the progress bar, which comes again below
-    os.write(2, f"{start}fedveil: {sentence}\n".encode())
+                self.console.print(line, soft_wrap=True)

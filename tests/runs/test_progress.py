@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from rich import console
 
-from fedveil.cli import progress
-from fedveil.cli.progress import LINE_EVERY, LONG, Watch
+import fedveil as fv
 from fedveil.core.ledger import Ledger, Row
 from fedveil.gpu import graphs
 from fedveil.gpu.context import current, using
+from fedveil.runs import progress
+from fedveil.runs.progress import LINE_EVERY, LONG, Watch
+from toys import linear_task
 
 
 @pytest.fixture
@@ -73,3 +76,41 @@ def test_what_takes_long_and_has_no_steps_is_announced_at_once(
         "round 1/2  500 bytes up",
         *["round 1/2  500 bytes up  compiling gradient, up to a minute"] * 2,
     ]
+
+
+def test_a_run_in_python_tells_its_progress_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[Row] = []
+    for told in (False, True):
+        result = fv.run(linear_task(), fv.FedAvg(), rounds=2, cohort=2, progress=told, observer=seen.append)
+        out, err = capsys.readouterr()
+        assert out == ""
+        accuracy = result.ledger.rows[0].metrics["accuracy"]
+        assert err.startswith(f"round 1/2  accuracy {accuracy:.4f}") is told
+    assert [row.round for row in seen] == [1, 2, 1, 2]
+
+
+def test_in_a_notebook_one_line_renews_itself(
+    clock: list[float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "_is_jupyter", lambda: True)
+    with Watch(3, Ledger()) as watch:
+        for number, accuracy in ((1, 0.5), (2, None)):
+            clock[0] += 10
+            watch(row(number, accuracy))
+            watch.announce("compiling")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.endswith("\n")
+    first, second, third, fourth = (line.rstrip("\n") for line in err.split("\r")[1:])
+    assert first == "round 1/3  accuracy 0.5000  500 bytes up  0:00:20 left"
+    assert second == f"{first}  compiling"
+    assert third.rstrip() == "round 2/3  accuracy 0.5000  1.0 kB up  0:00:10 left"
+    assert len(third) == len(second)  # nothing of the longer line stays
+    assert fourth.endswith("compiling")
+
+
+def test_a_task_without_classes_tells_its_loss() -> None:
+    assert Watch(1, Ledger()).metric == ""
+    watch = Watch(1, Ledger())
+    watch(Row(round=1, cohort=[0], metrics={"loss": 0.25}))
+    assert watch.metric == "  loss 0.2500"

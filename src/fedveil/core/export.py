@@ -1,0 +1,79 @@
+"""A trained model in a file: its state for PyTorch, or a graph for ONNX Runtime."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import warnings
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from fedveil.core.structure import inputs_of
+from fedveil.core.task import Task
+
+if TYPE_CHECKING:
+    from torch.onnx import ONNXProgram
+
+OPSET = 18
+STATES, GRAPHS = (".safetensors", ".pt"), (".onnx",)  # suffixes
+
+
+def write(task: Task, w: Tensor, path: Path | str, suffixes: Sequence[str] = (*STATES, *GRAPHS)) -> None:
+    """Write the model with weights `w` [d] to a file, whose suffix decides the format."""
+    path = Path(path)
+    if path.suffix not in suffixes:
+        raise ValueError(f"{path} has the suffix '{path.suffix}'; use {' or '.join(suffixes)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent} for {path.name}; make it first")
+    if path.suffix == ".onnx":
+        onnx_graph(task, w).save(path)
+    elif path.suffix == ".pt":
+        torch.save(task.state_dict(w), path)
+    else:
+        save_file(task.state_dict(w), path, {"format": "pt"})
+
+
+def onnx_graph(task: Task, w: Tensor) -> ONNXProgram:
+    """The model with weights `w` [d] as PyTorch exports it to ONNX, in eval mode: it takes any number of records, in an
+    input "x" where a record is one tensor, and its weights are named initialisers. The exporter's log lines are left
+    out."""
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError:
+        raise ImportError("an export to ONNX needs the extra 'edge': pip install 'fedveil[edge]'") from None
+    x = task.data.x[:2].clone()
+    model = copy.deepcopy(task.model).cpu().eval()
+    model.load_state_dict(task.state_dict(w))
+    args, kwargs = inputs_of(task.data.structure, model)(x)
+    records = {0: torch.export.Dim("records", min=1)}
+    level = logging.getLogger("torch.onnx").level
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            program = torch.onnx.export(
+                model,
+                args,
+                kwargs=kwargs,
+                input_names=["x"] if task.data.structure is None else None,
+                dynamic_shapes=tree_map(lambda _: records, kwargs or args),
+                opset_version=OPSET,
+                dynamo=True,
+                optimize=False,
+                verbose=False,
+            )
+    except Exception as error:  # the exporter fails in many ways
+        raise ValueError(f"PyTorch cannot export this model to ONNX: {' '.join(str(error).split())[:300]}") from error
+    finally:
+        logging.getLogger("torch.onnx").setLevel(level)
+    assert program
+    return program
