@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +21,12 @@ from fedveil.core.checks import full_precision, gives_class_scores, validate_pur
 from fedveil.core.data import Data, Rows, Split
 from fedveil.core.functional import Pure, count_work, first_line
 from fedveil.core.layout import Layout
-from fedveil.core.losses import LOSSES, Loss
+from fedveil.core.losses import Loss, loss_by_name, validate_targets
 from fedveil.core.message import Size
+from fedveil.core.metrics import LOSS, VALIDATION, Measure, Metric, Primary, chosen_metrics, measured, validate_metrics
 from fedveil.gpu.graphs import Fused
 from fedveil.gpu.products import Products
 
-EVALUATION_BATCH = 1000
 STACKED = 0.01  # of a gradient is what stacking may change
 
 
@@ -35,7 +36,10 @@ class Task:
     model: any module that is a pure function of its parameters and its input; its present weights are the initial ones
     data:  a `fedveil.data.Data` (see `fedveil.data.load`, `from_tensors`, `from_dataset`, `from_folder`)
     split: a `fedveil.data.Split`: which records each client holds
-    loss:  a name from `LOSSES`, or a function (logits, y) -> loss of each record [B]
+    loss:  a name from `LOSSES`, or a function (outputs, y) -> loss of each record [B]
+    loss_options: of a loss by name, such as `{"smoothing": 0.1}`
+    metrics: names from `METRICS`, functions (outputs, y) -> a number a record [B], objects of torchmetrics, or
+             `fv.Metric`; the first is the primary one. By default those that suit the loss
     """
 
     def __init__(
@@ -45,22 +49,31 @@ class Task:
         split: Split,
         *,
         loss: str | Loss = "cross-entropy",
+        loss_options: Mapping[str, Any] | None = None,
+        metrics: Sequence[str | Metric | Measure | Loss] = (),
         device: str | torch.device = "cpu",
     ) -> None:
         validate_pure(model, data.x[:2])
         self.device = torch.device(device)
         self.data, self.clients = data, split
-        self.loss = LOSSES[loss] if isinstance(loss, str) else loss
+        self.loss = loss_by_name(loss, loss_options) if isinstance(loss, str) else loss
+        validate_targets(self.loss, data)
         with full_precision():
             validate_unmixed(self.loss, model, data)
         self.scores = gives_class_scores(self.loss, model, data)
+        self.metrics = chosen_metrics(metrics, self.loss, data, self.scores)
         self.x, self.y = data.x.to(self.device), data.y.to(self.device)
         self.test_x, self.test_y = data.test_x.to(self.device), data.test_y.to(self.device)
+        self.validation: tuple[Tensor, Tensor] | None = None
+        if data.validation_x is not None and data.validation_y is not None:
+            self.validation = data.validation_x.to(self.device), data.validation_y.to(self.device)
         self.model = copy.deepcopy(model).to(self.device).train()
         self._pure = Pure(self.model)
         self.layout = Layout.of(model)
         self.initial = self.layout.join(dict(model.named_parameters())).detach().to(self.device, torch.float32).clone()
         self.work, self.activations = count_work(model, data.x[:2])
+        with torch.no_grad():
+            validate_metrics(self.metrics, self.f(self.initial, self.test_x[:2]), self.test_y[:2])
         self._fused: dict[Hashable, Fused] = {}
         self._tried: dict[str, str] = {}
         self.stackable = True
@@ -121,26 +134,24 @@ class Task:
         """What is to be compiled of this task's work, by name and settings, so that it is compiled once."""
         return self._fused.setdefault((name, *settings), Fused(name, function))
 
+    @property
+    def primary(self) -> Primary:
+        """The metric that `target` and early stopping look at: the first one, or the loss."""
+        return self.metrics[0].primary if self.metrics else LOSS
+
     @torch.no_grad()
     def evaluate(self, w: Tensor) -> dict[str, float]:
-        """Mean loss on the test set and, where outputs are class scores, accuracy and top-5 accuracy (of more than five
-        classes)."""
-        hits = top5 = 0
-        loss = 0.0
-        for x, y in zip(self.test_x.split(EVALUATION_BATCH), self.test_y.split(EVALUATION_BATCH), strict=True):
-            logits = self.f(w, x)
-            loss += float(self.loss(logits, y).sum(dtype=torch.float64))
-            if self.scores:
-                flat, labels = logits.flatten(0, -2), y.flatten()
-                hits += int((flat.argmax(-1) == labels).sum())
-                if self.data.classes > 5:
-                    top5 += int((flat.topk(5, -1).indices == labels[:, None]).any(-1).sum())
-        metrics, guesses = {"loss": loss / len(self.test_x)}, self.test_y.numel()
-        if self.scores:
-            metrics = {"accuracy": hits / guesses, **metrics}
-        if self.scores and self.data.classes > 5:
-            metrics["top5"] = top5 / guesses
-        return metrics
+        """The mean loss and the metrics on the test records and, under names that begin with `validation_`, on the
+        validation records."""
+
+        def outputs(x: Tensor) -> Tensor:
+            return self.f(w, x)
+
+        found = measured(outputs, self.loss, self.metrics, self.test_x, self.test_y)
+        if self.validation:
+            held = measured(outputs, self.loss, self.metrics, *self.validation)
+            found |= {f"{VALIDATION}{name}": value for name, value in held.items()}
+        return found
 
     def rows(self, clients: Sequence[int]) -> Rows:
         """The records of some clients, as indices into `x` and `y`."""
