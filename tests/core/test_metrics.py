@@ -156,7 +156,7 @@ def test_torchmetrics_take_classes_of_sequences_where_they_look_for_them():
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (["accurcy"], "unknown metric 'accurcy'; did you mean 'accuracy'"),
+        (["accurcy"], "there is no metric 'accurcy'; did you mean 'accuracy'"),
         (["mae", "mae"], "the metrics are mae, mae; give each a name of its own"),
         ([lambda outputs, y: y], "a metric is called '<lambda>'; name it with fedveil.Metric"),
         (["f1"], "the metric f1 does not fit .*it needs class labels, or targets .* of 0 and 1"),

@@ -22,7 +22,7 @@ from fedveil.cli.shell import BUG, say
 from fedveil.core.cohort import Engine
 from fedveil.core.ledger import Ledger
 from fedveil.core.message import Refused
-from fedveil.core.outcome import NOTHING, NoUsableAnswers
+from fedveil.core.outcome import NOTHING, NoUsableAnswers, finished
 from fedveil.core.setup import init_state, private_root
 from fedveil.core.task import Task
 from fedveil.data.files import data_directory
@@ -129,10 +129,10 @@ class Job:
     @property
     def ended(self) -> str | None:
         """Why no round is left to do; None if some are."""
-        rows, target = self.ledger.rows, self.recipe.target
-        if rows and target is not None and rows[-1].metrics.get("accuracy", 0.0) >= target:
-            return "target"
-        return "rounds" if len(rows) >= self.recipe.rounds else "budget" if self.exhausted else None
+        plan = self.recipe
+        return finished(self.ledger, plan.rounds, plan.target, plan.early_stopping) or (
+            "budget" if self.exhausted else None
+        )
 
     def summary(self) -> dict[str, Any]:
         figures = self.ledger.summary(self.recipe.method.name)
@@ -180,6 +180,7 @@ class Job:
                     engine=engine,
                     evaluate_every=plan.evaluate_every,
                     target=plan.target,
+                    early_stopping=plan.early_stopping,
                     folder=folder,
                     observer=watch,
                     stop=stop,

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from fedveil.cli.shell import err
 from fedveil.core.ledger import Ledger, Row
+from fedveil.core.metrics import ACCURACY
 from fedveil.gpu.context import using
 
 INTERRUPTED = 130
@@ -26,7 +27,7 @@ class Watch:
 
     def __init__(self, rounds: int, done: Ledger) -> None:
         self.rounds, self.first = rounds, len(done.rows)
-        self.up, self.accuracy, self.spent = sum(row.bytes_up for row in done.rows), "", ""
+        self.up, self.metric, self.spent = sum(row.bytes_up for row in done.rows), "", ""
         self.began = self.round_began = time.monotonic()
         self.text, self.told, self.lock = f"round {self.first}/{rounds}", -LINE_EVERY, threading.Lock()
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=10))
@@ -45,13 +46,15 @@ class Watch:
 
     def __call__(self, row: Row) -> None:
         self.up += row.bytes_up
-        if "accuracy" in row.metrics:
-            self.accuracy = f"  accuracy {row.metrics['accuracy']:.4f}"
+        primary = row.primary or ACCURACY
+        if primary.name in row.metrics:
+            value = row.metrics[primary.name]
+            self.metric = f"  {primary.words} {value:.4f}" if primary.share else f"  {primary.words} {value:.4g}"
         if row.epsilon is not None:
             self.spent = f"  ε {row.epsilon:.4g}" + (f" ({row.relation})" if row.relation else "")
         now = time.monotonic()
         left = round((now - self.began) / (row.round - self.first) * (self.rounds - row.round))
-        self.text = f"round {row.round}/{self.rounds}{self.accuracy}{self.spent}  {decimal(self.up)} up"
+        self.text = f"round {row.round}/{self.rounds}{self.metric}{self.spent}  {decimal(self.up)} up"
         self.text += f"  {datetime.timedelta(seconds=left)} left" if left else ""
         self.round_began = now
         self.bar.update(self.line, completed=row.round)

@@ -12,6 +12,7 @@ import msgspec
 from torch import Tensor
 
 from fedveil.core.account import Tally
+from fedveil.core.metrics import ACCURACY, LOSS, Primary
 from fedveil.core.task import Task
 
 
@@ -44,6 +45,7 @@ class Row(msgspec.Struct, kw_only=True):
     relation: str | None = None  # the neighbours for which this ε holds
     colluders: int | None = None  # clients without whose noise it holds, where clients share the noise of a sum
     seconds: float = 0.0
+    primary: Primary | msgspec.UnsetType = msgspec.UNSET  # of `metrics`; absent where it is accuracy, or the loss alone
 
     def count_up(self, client: int, size: int) -> None:
         self.up[str(client)] = self.up.get(str(client), 0) + size
@@ -102,8 +104,18 @@ class Ledger:
         seen = [(row.round, row.metrics[name]) for row in self.rows if name in row.metrics]
         return [r for r, _ in seen], [v for _, v in seen]
 
+    @property
+    def primary(self) -> Primary:
+        """The primary metric: what the newest row that has one says, accuracy where it was measured, or the loss."""
+        told = next((row.primary for row in reversed(self.rows) if row.primary), None)
+        if told:
+            return told
+        return LOSS if self.series("loss")[0] and not self.series("accuracy")[0] else ACCURACY
+
     def summary(self, method: str) -> dict[str, Any]:
         """The figures of `--format json`."""
+        primary = self.primary
+        _, value = self.series(primary.name)
         _, accuracy = self.series("accuracy")
         _, loss = self.series("loss")
         charged = next((row for row in reversed(self.rows) if row.epsilon is not None), None)
@@ -111,6 +123,8 @@ class Ledger:
         return {
             "method": method,
             "rounds": len(self.rows),
+            "metric": primary.name,
+            "value": value[-1] if value else None,
             "accuracy": accuracy[-1] if accuracy else None,
             "accuracy_last3": sum(accuracy[-3:]) / len(accuracy[-3:]) if accuracy else None,
             "loss": loss[-1] if loss else None,
@@ -133,6 +147,15 @@ class Ledger:
 
 
 @dataclass(frozen=True)
+class Best:
+    """The round with the best primary metric on the validation records."""
+
+    round: int
+    value: float
+    weights: Tensor  # [d]
+
+
+@dataclass(frozen=True)
 class Result:
     """A finished (or stopped) run."""
 
@@ -140,7 +163,21 @@ class Result:
     weights: Tensor  # [d]
     ledger: Ledger
     task: Task
-    stopped: str = "rounds"  # why it ended: rounds, target, budget (of differential privacy) or interrupt
+    stopped: str = (
+        "rounds"  # why it ended: rounds, target, early (stopping), budget (of differential privacy), interrupt
+    )
+    best: Best | None = None  # where there are validation records
+
+    @property
+    def metric(self) -> str:
+        """The name of the primary metric."""
+        return self.ledger.primary.name
+
+    @property
+    def value(self) -> float:
+        """The primary metric on the test records when it was last measured; not a number where none was."""
+        value = self.summary()["value"]
+        return math.nan if value is None else float(value)
 
     @property
     def accuracy(self) -> float:

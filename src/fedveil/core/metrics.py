@@ -19,7 +19,7 @@ from fedveil.core.data import IGNORE, Data
 from fedveil.core.functional import first_line
 from fedveil.core.losses import Loss, called
 from fedveil.core.measures import METRICS, Named
-from fedveil.core.spelling import unknown
+from fedveil.core.spelling import nearest
 
 EVALUATION_BATCH = 1000
 VALIDATION = "validation_"  # before the name of a metric on validation records
@@ -140,7 +140,7 @@ def metrics_of(given: Sequence[str | Metric | Measure | Loss]) -> tuple[Metric, 
     for each in given:
         if isinstance(each, str):
             if each not in METRICS:
-                raise unknown("metric", each, METRICS)
+                raise ValueError(f"there is no metric '{each}'{nearest(each, METRICS)}")
             found.append(Metric(METRICS[each](), each))
         else:
             found.append(each if isinstance(each, Metric) else Metric(each))

@@ -26,13 +26,14 @@ SAMPLED = 1 << 24  # numbers of a data set that its fingerprint looks at
 def fingerprint(*parts: Any) -> bytes:
     """8 bytes that tell settings, arrays and tensors from any others: equal for equal values, in every process.
 
-    A dataclass counts with its class and its fields, a tensor or an array with its values, anything else that is no
-    plain value with its class alone.
+    A dataclass counts with its class and its fields, except for `ADDED` ones at their defaults. A tensor or an array
+    counts with its values, anything else that is no plain value with its class alone.
     """
 
     def plain(thing: Any) -> Any:
         if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-            own = {f.name: plain(getattr(thing, f.name)) for f in dataclasses.fields(thing) if f.compare}
+            counted = [f for f in dataclasses.fields(thing) if f.compare and not _unused(thing, f)]
+            own = {f.name: plain(getattr(thing, f.name)) for f in counted}
             return [type(thing).__qualname__, own]
         if isinstance(thing, Tensor):
             thing = thing.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
@@ -50,6 +51,11 @@ def fingerprint(*parts: Any) -> bytes:
 
     text = msgspec.json.encode(plain(parts), order="sorted")
     return hashlib.blake2b(text, digest_size=8).digest()
+
+
+def _unused(thing: Any, option: dataclasses.Field[Any]) -> bool:
+    """Whether an option came later (`ADDED`) and has its default, so that the run is one that older versions knew."""
+    return "added" in option.metadata and bool(getattr(thing, option.name) == option.default)
 
 
 def validate_same(path: Path, before: Mapping[str, bytes], now: Mapping[str, bytes]) -> None:
