@@ -193,6 +193,8 @@ class Job:
                     error.add_note(BUG)
                 raise
         self.ledger, self.exhausted = result.ledger, result.stopped == "budget"
+        if result.stopped == "early":
+            say(f"stopped after round {len(self.ledger.rows)} of {plan.rounds}: {self.ledger.rows[-1].events[-1]}")
         if self.exhausted:
             done = len(self.ledger.rows)
             say(f"stopped after round {done} of {plan.rounds}: {SPENT}")
