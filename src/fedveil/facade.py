@@ -120,7 +120,9 @@ def run(
             best.see(federation.run, row, state.weights)
             if finished(Ledger([*ledger.rows, row]), rounds, target, early_stopping) == "early":
                 told = f"{VALIDATION}{task.primary.name} has not improved"
-                row.events.append(f"early stopping: {told} in {early_stopping} evaluations")
+                row.events.append(
+                    f"early stopping: {told} in {early_stopping} evaluation{'s' if early_stopping != 1 else ''}"
+                )
             if behind := behind_clients(row):
                 row.events.append(f"clients have seen round {number} before; the run goes on with the next one")
             ledger.append(row)

@@ -66,7 +66,9 @@ def test_a_run_that_reached_its_target_or_stopped_early_is_not_unfinished(make, 
         "b", [row(n, RMSE, 1.0, validation_rmse=1.0) for n in range(1, 4)], extra="early_stopping = 2", planned=9
     )
     left = make("c", rows(RMSE, 3.0, 0.5), extra="target = 0.4\nearly_stopping = 2", planned=9)
-    assert "unfinished" not in text([done, early], tmp_path)
+    page = text([done, early], tmp_path)
+    assert "unfinished" not in page
+    assert "stopped early: the best RMSE of the validation records, 1, was in round 1." in page
     assert text([done, early, left], tmp_path).count("is unfinished") == 1
 
 

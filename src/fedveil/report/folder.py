@@ -86,10 +86,15 @@ class Run:
     @property
     def unfinished(self) -> bool:
         """Whether rounds are left, and neither a target nor early stopping has ended the run."""
+        return " of " in self.rounds and not self.ended
+
+    @property
+    def ended(self) -> str | None:
+        """What has ended the run before the last of its rounds: "target", "early" or nothing."""
         target, early = self.recipe.get("target"), self.recipe.get("early_stopping")
         target = float(target) if isinstance(target, (int, float)) else None
         early = early if isinstance(early, int) and early > 0 else None
-        return " of " in self.rounds and not finished(self.ledger, sys.maxsize, target, early)
+        return finished(self.ledger, sys.maxsize, target, early)
 
     @property
     def where(self) -> dict[str, str]:

@@ -57,7 +57,7 @@ def page(runs: Sequence[Run]) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     shared = all(run.setting == runs[0].setting for run in runs)
     words = runs[0].primary.words
-    held = f"The {words} on the validation records, which early stopping and the best weights look at."
+    held = f"The {words} of the validation records, which decide about early stopping and the best weights."
     validation = {VALIDATION + runs[0].primary.name: held}
     return f"""<!doctype html>
 <html lang="en">

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedveil.core.metrics import Primary
+from fedveil.core.metrics import VALIDATION, Primary
+from fedveil.core.outcome import best_row
 from fedveil.report.figures import size
 from fedveil.report.folder import Run
 
@@ -43,6 +44,7 @@ def verdict(runs: Sequence[Run]) -> str:
     elif measured:
         said += _compared(measured)
     said += [f"{run.name} has no measured {primary.words} yet." for run in runs if not run.values]
+    said += [f"{run.name} stopped early: {_stalled(run)}." for run in runs if run.ended == "early"]
     said += [_unfinished(run) for run in runs if run.unfinished]
     said += [f"The audit of {run.name} contradicts what it promises." for run in runs if run.audit and run.audit.broken]
     if any(run.setting != runs[0].setting for run in runs):
@@ -92,6 +94,13 @@ def secured(run: Run) -> str:
     added = run.summary["protocol_up"], run.summary["protocol_down"]
     said.append(f"The protocol added {size(added[0])} up and {size(added[1])} down.")
     return " ".join(said)
+
+
+def _stalled(run: Run) -> str:
+    best, primary = best_row(run.ledger), run.ledger.primary
+    assert best
+    value = primary.show(best.metrics[VALIDATION + primary.name])
+    return f"the best {primary.words} of the validation records, {value}, was in round {best.round}"
 
 
 def _unfinished(run: Run) -> str:
