@@ -27,6 +27,7 @@ from fedveil.core.outcome import (
     learned_nothing,
     nothing_learned,
     unanswered,
+    validate_goals,
 )
 from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
@@ -74,14 +75,7 @@ def run(
     sampler = cohort if isinstance(cohort, CohortSampler) else CohortSampler(size=cohort)
     engine = LocalEngine() if engine is None else engine
     method = settle(task, method, sampler, rounds, seed)
-    if target is not None and not task.metrics:
-        raise ValueError(
-            f"target is {target:g}, but the model's outputs are not class scores, so there is no accuracy; leave it "
-            "out, or give the task metrics"
-        )
-    if target is not None:
-        task.primary.validate_target(target)
-    _validate_early_stopping(early_stopping, task)
+    validate_goals(task, target, early_stopping)
     home = RunFolder(folder) if isinstance(folder, (str, Path)) else folder
     with contextlib.ExitStack() as at_the_end:
         if home:
@@ -163,16 +157,6 @@ class _Best:
         self.value, self.kept = value, Best(row.round, value, weights.cpu().clone())
         if self.home:
             self.home.keep_best(run, row.round, self.kept.weights)
-
-
-def _validate_early_stopping(evaluations: int | None, task: Task) -> None:
-    if evaluations is not None and evaluations < 1:
-        raise ValueError(f"early_stopping is {evaluations}; use 1 evaluation or more")
-    if evaluations is not None and task.validation is None:
-        raise ValueError(
-            f"early_stopping is {evaluations}, but there are no validation records; hold some out with task.validation "
-            "or fedveil.data.hold_out"
-        )
 
 
 def plot(result: Result) -> Figure:

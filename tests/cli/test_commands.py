@@ -497,6 +497,7 @@ def test_a_run_that_stops_early_is_finished_and_compared_by_its_metric() -> None
     told = fv("run", "digits/fedavg", *SMALL, "--set", "early_stopping=1", "--out", "b")
     assert told.exit_code != 0
     assert "early_stopping is 1, but there are no validation records" in told.stderr
+    assert not Path("b").exists()
 
 
 @pytest.mark.parametrize("what", list(What))

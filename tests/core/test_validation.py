@@ -11,6 +11,7 @@ from torch import nn
 
 import fedveil as fv
 from fedveil.core.ledger import Ledger, Row
+from fedveil.core.method import State
 from fedveil.core.metrics import ACCURACY, LOSS, Primary
 from fedveil.core.outcome import best_row, reached, stalled
 from fedveil.data import from_tensors, hold_out
@@ -191,6 +192,17 @@ def test_best_weights_of_rounds_that_are_done_again_are_forgotten(tmp_path):
     (tmp_path / "best-00000002.fv").write_bytes(b"broken")
     assert home.best(2) is None
     assert home.best(3) is None
+    home.close()
+
+
+def test_the_best_weights_of_every_checkpoint_that_is_kept_are_kept(tmp_path):
+    home = RunFolder(tmp_path)
+    for number in (1, 2, 3, 4, 5):
+        if number < 4:
+            home.keep_best(bytes(8), number, torch.zeros(3))
+        home.save(bytes(8), number, State(torch.zeros(3)), {})
+        kept = sorted(int(path.stem[-1]) for path in tmp_path.glob("best-*.fv"))
+        assert kept == {1: [1], 2: [1, 2], 3: [2, 3], 4: [3], 5: [3]}[number]
     home.close()
 
 

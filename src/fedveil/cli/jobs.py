@@ -22,7 +22,7 @@ from fedveil.cli.shell import BUG, say
 from fedveil.core.cohort import Engine
 from fedveil.core.ledger import Ledger
 from fedveil.core.message import Refused
-from fedveil.core.outcome import NOTHING, NoUsableAnswers, finished
+from fedveil.core.outcome import NOTHING, NoUsableAnswers, finished, validate_goals
 from fedveil.core.setup import init_state, private_root
 from fedveil.core.task import Task
 from fedveil.data.files import data_directory
@@ -158,6 +158,7 @@ class Job:
         plan = self.recipe = self.recipe.settled(task)
         where = self.where
         init_state(task, plan.method, plan.cohort)  # says what does not suit the task, before anything is written
+        validate_goals(task, plan.target, plan.early_stopping)
         torch.set_num_threads(where.threads)
         with (
             warnings.catch_warnings(),

@@ -8,6 +8,7 @@ from itertools import takewhile
 
 from fedveil.core.ledger import Ledger, Row
 from fedveil.core.metrics import ACCURACY, VALIDATION
+from fedveil.core.task import Task
 
 
 class NoUsableAnswers(RuntimeError):
@@ -93,3 +94,21 @@ def finished(ledger: Ledger, rounds: int, target: float | None, early_stopping: 
     if stalled(ledger, early_stopping):
         return "early"
     return "rounds" if len(ledger.rows) >= rounds else None
+
+
+def validate_goals(task: Task, target: float | None, early_stopping: int | None) -> None:
+    """Raise a ValueError if a run of `task` cannot end at `target` or by early stopping."""
+    if target is not None and not task.metrics:
+        raise ValueError(
+            f"target is {target:g}, but the model's outputs are not class scores, so there is no accuracy; leave it "
+            "out, or give the task metrics"
+        )
+    if target is not None:
+        task.primary.validate_target(target)
+    if early_stopping is not None and early_stopping < 1:
+        raise ValueError(f"early_stopping is {early_stopping}; use 1 evaluation or more")
+    if early_stopping is not None and task.validation is None:
+        raise ValueError(
+            f"early_stopping is {early_stopping}, but there are no validation records; hold some out with "
+            "task.validation or fedveil.data.hold_out"
+        )
