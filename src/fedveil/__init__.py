@@ -18,6 +18,7 @@ from fedveil.core.ledger import Ledger, Result, Row
 from fedveil.core.loop import Federation
 from fedveil.core.message import Answer, Question, Record, Refused, Slots
 from fedveil.core.method import METHODS, About, Method, State
+from fedveil.core.metrics import Metric
 from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
 from fedveil.core.setup import settle
@@ -81,6 +82,7 @@ __all__ = [
     "Ledger",
     "LocalTraining",
     "Method",
+    "Metric",
     "PowerSgd",
     "QFedAvg",
     "Qsgd",

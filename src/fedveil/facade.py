@@ -13,18 +13,21 @@ from torch import Tensor
 
 from fedveil.core.cohort import Engine
 from fedveil.core.identity import Identities
-from fedveil.core.ledger import Ledger, Result, Row
+from fedveil.core.ledger import Best, Ledger, Result, Row
 from fedveil.core.loop import Federation, trained_task
 from fedveil.core.message import moved
 from fedveil.core.method import Method
+from fedveil.core.metrics import VALIDATION
 from fedveil.core.outcome import (
     NoUsableAnswers,
     behind_clients,
+    best_row,
+    finished,
     grouped,
     learned_nothing,
     nothing_learned,
-    reached,
     unanswered,
+    validate_goals,
 )
 from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
@@ -48,6 +51,7 @@ def run(
     engine: Engine | None = None,
     evaluate_every: int = 1,
     target: float | None = None,
+    early_stopping: int | None = None,
     patience: int = 5,
     folder: RunFolder | Path | str | None = None,
     observer: Callable[[Row], object] | None = None,
@@ -61,7 +65,8 @@ def run(
     Where the method's noise is "auto", it is what `settle` finds for these rounds.
 
     cohort:   how many clients a round, or a `CohortSampler`
-    target:   stop when test accuracy reaches it
+    target:   stop when the task's primary metric on the test records reaches it: at least, or at most if less is better
+    early_stopping: stop when that metric on the validation records has not improved in so many evaluations
     patience: stop when so many rounds in a row had no answer that could be used
     folder:   where ledger and checkpoints go; a folder that holds a checkpoint is continued from it
     observer: called with each round's `Row` as it is written
@@ -72,10 +77,7 @@ def run(
     sampler = cohort if isinstance(cohort, CohortSampler) else CohortSampler(size=cohort)
     engine = LocalEngine() if engine is None else engine
     method = settle(task, method, sampler, rounds, seed)
-    if target is not None and not task.scores:
-        raise ValueError(
-            f"target is {target:g}, but the model's outputs are not class scores, so there is no accuracy; leave it out"
-        )
+    validate_goals(task, target, early_stopping)
     home = RunFolder(folder) if isinstance(folder, (str, Path)) else folder
     with contextlib.ExitStack() as at_the_end:
         if home:
@@ -106,7 +108,8 @@ def run(
             if home and account.everyone:  # who was drawn is what its ε counts on
                 home.hide()
         failed = sum(1 for _ in takewhile(unanswered, reversed(ledger.rows))) % patience
-        stopped = "target" if any(reached(row, target) for row in ledger.rows[-1:]) else ""
+        best = _Best(task, home, ledger)
+        stopped = finished(ledger, rounds, target, early_stopping) or ""
         for number in range(done + 1, rounds + 1):
             stopped = stopped or ("budget" if federation.exhausted(number) else "")
             if stopped:
@@ -115,6 +118,12 @@ def run(
             if saved and saved.damaged and number == done + 1:
                 told = "; ".join(saved.damaged)
                 row.events.append(f"{told} cannot be read: the run goes on from the checkpoint of round {done}")
+            best.see(federation.run, row, state.weights)
+            if finished(Ledger([*ledger.rows, row]), rounds, target, early_stopping) == "early":
+                told = f"{VALIDATION}{task.primary.name} has not improved"
+                row.events.append(
+                    f"early stopping: {told} in {early_stopping} evaluation{'s' if early_stopping != 1 else ''}"
+                )
             if behind := behind_clients(row):
                 row.events.append(f"clients have seen round {number} before; the run goes on with the next one")
             ledger.append(row)
@@ -130,14 +139,37 @@ def run(
                 warnings.warn(f"no client answered in round {number}: {why}", RuntimeWarning, stacklevel=2)
             if failed >= patience:
                 raise NoUsableAnswers.after(ledger)
-            stopped = "target" if reached(row, target) else "interrupt" if stop() else ""
+            ended = finished(ledger, rounds, target, early_stopping)
+            stopped = ended if ended in ("target", "early") else "interrupt" if stop() else ""
         if learned_nothing(ledger):
             warnings.warn(nothing_learned(ledger), RuntimeWarning, stacklevel=2)
-        return Result(method.name, state.weights.cpu(), ledger, trained_task(task, state), stopped or "rounds")
+        return Result(
+            method.name, state.weights.cpu(), ledger, trained_task(task, state), stopped or "rounds", best.kept
+        )
+
+
+class _Best:
+    """The best weights so far by the validation records, in the run's folder too, if there is one."""
+
+    def __init__(self, task: Task, home: RunFolder | None, ledger: Ledger) -> None:
+        self.primary, self.home, row = task.primary, home, best_row(ledger)
+        self.name = VALIDATION + self.primary.name
+        self.value = row.metrics[self.name] if row else None
+        weights = home.best(row.round) if home and row else None
+        self.kept = Best(row.round, row.metrics[self.name], weights) if row and weights is not None else None
+
+    def see(self, run: bytes, row: Row, weights: Tensor) -> None:
+        """Keep the weights [d] of a round if they are the best."""
+        value = row.metrics.get(self.name)
+        if value is None or (self.value is not None and not self.primary.better(value, self.value)):
+            return
+        self.value, self.kept = value, Best(row.round, value, weights.cpu().clone())
+        if self.home:
+            self.home.keep_best(run, row.round, self.kept.weights)
 
 
 def plot(result: Result) -> Figure:
-    """Test accuracy against rounds and against bytes sent by clients."""
+    """The primary metric on the test records against rounds and against bytes sent by clients."""
     from fedveil.report.figures import curves  # matplotlib takes a second to import
 
     return curves({result.method: result.ledger})

@@ -477,6 +477,29 @@ def test_describe_tells_which_of_the_papers_settings_are_not_the_defaults() -> N
     assert good(fv("describe", "fedavg", "--format", "json"))["as_printed"] == {}
 
 
+def test_a_run_that_stops_early_is_finished_and_compared_by_its_metric() -> None:
+    options = [*SMALL, "--set", "task.validation=0.2", "--set", "early_stopping=1", "--set", "method.local.lr=1e-9"]
+    options += ["--set", 'task.metrics=["f1", "accuracy"]', "--format", "json"]
+    result = fv("run", "digits/fedavg", *options, "--out", "a")
+    summary = good(result)
+    assert (summary["stopped"], summary["metric"]) == ("early", "f1")
+    assert summary["rounds"] == 2
+    assert summary["accuracy"] is not None
+    assert (
+        "stopped after round 2 of 20: early stopping: validation_f1 has not improved in 1 evaluation" in result.stderr
+    )
+    assert list(Path("a").glob("best-00000001.fv"))
+    again = fv("resume", "a", "--format", "json")
+    assert good(again)["stopped"] == "early"
+    assert "a is finished: it stopped early in round 2" in again.stderr
+    shown = fv("compare", "digits/fedavg", "digits/fedsgd", *options[:-2], "--set", "rounds=1", "--out", "c")
+    assert "F1" in shown.stdout
+    told = fv("run", "digits/fedavg", *SMALL, "--set", "early_stopping=1", "--out", "b")
+    assert told.exit_code != 0
+    assert "early_stopping is 1, but there are no validation records" in told.stderr
+    assert not Path("b").exists()
+
+
 @pytest.mark.parametrize("what", list(What))
 def test_lists(what: What) -> None:
     found = good(fv("list", what, "--format", "json"))
@@ -489,6 +512,8 @@ def test_lists(what: What) -> None:
         "codecs": "top-k",
         "models": "lenet5",
         "data": "shakespeare",
+        "losses": "huber",
+        "metrics": "auroc",
         "recipes": "digits/fedavg-classes",
     }
     assert names[what] in [entry["name"] for entry in found]

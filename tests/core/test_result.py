@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import fedveil as fv
 from fedveil.cli import app
 from fedveil.core import notebook
+from fedveil.core.export import state_dict
 from fedveil.core.ledger import Row
 from fedveil.data import Share, from_tensors
 from fedveil.runs import recipe
@@ -53,7 +54,7 @@ def test_the_state_loads_into_the_user_s_own_model(result):
     model, state = Tied(), result.state_dict()
     assert set(state) == set(model.state_dict())
     assert torch.equal(state["embedding.weight"], state["last.weight"])
-    assert not torch.equal(state["last.weight"], result.task.state_dict(result.task.initial)["last.weight"])
+    assert not torch.equal(state["last.weight"], state_dict(result.task, result.task.initial)["last.weight"])
     model.load_state_dict(state)
     torch.testing.assert_close(model(result.task.x), outputs(result))
     assert model.last.weight is model.embedding.weight

@@ -19,8 +19,9 @@ from fedveil.attacks.mechanism import Mechanism
 from fedveil.attacks.roc import Figures, Roc
 from fedveil.attacks.users import SumAudit
 from fedveil.core.ledger import Row
+from fedveil.core.metrics import EVALUATION_BATCH
 from fedveil.core.seeds import Seed
-from fedveil.core.task import EVALUATION_BATCH, Task
+from fedveil.core.task import Task
 from fedveil.privacy.dpsgd import HELD
 
 Score = Callable[[Task, Tensor, Tensor, Tensor], Tensor]  # weights [d], x, y of B records -> [B]: high is a member
@@ -113,14 +114,14 @@ def took_part(rows: Sequence[Row]) -> list[int]:
 def matched(task: Task, clients: Sequence[int], seed: Seed, max_records: int) -> tuple[Tensor, Tensor]:
     """Members' indices into the training records and others' into the test records, each [n] in an order of its own.
 
-    Of each class there are as many as both sides have, scaled down alike to at most `max_records` in all. Records with
-    several labels are of one class.
+    Of each class there are as many as both sides have, scaled down alike to at most `max_records` in all. Records
+    without a label of their own (several labels, real targets, bits) count as one class.
     """
     rng = seed.numpy()
     held = np.concatenate(task.rows(clients).indices)
     sides = [rng.permutation(held), rng.permutation(len(task.test_x))]
     labels = [task.data.y.numpy(), task.data.test_y.numpy()]
-    classes = [y[own] if y.ndim == 1 else np.zeros(len(own), int) for own, y in zip(sides, labels, strict=True)]
+    classes = [y[own] if task.data.labelled else np.zeros(len(own), int) for own, y in zip(sides, labels, strict=True)]
     counts = np.minimum(*(np.bincount(c, minlength=task.data.classes) for c in classes))
     counts = (counts * min(1.0, max_records / max(1, counts.sum()))).astype(int)
     if counts.sum() < 4:

@@ -128,12 +128,17 @@ def resume(
             raise ValueError(f"{path} has {done} rounds already; --rounds cannot be {rounds}")
         job.recipe = dataclasses.replace(job.recipe, rounds=rounds)
     if job.ended:
-        reached = f"its target accuracy {job.recipe.target:g}" if job.ended == "target" else "the last of its rounds"
-        say(f"{path} is finished: it reached {reached} in round {done}")
+        say(f"{path} is finished: {_ending(job)} in round {done}")
         show.summary(job.summary(), format)
         _validate_learned([job])
     else:
         _finish(job, False, format)
+
+
+def _ending(job: Job) -> str:
+    if job.ended == "target":
+        return f"it reached its target {job.ledger.primary.words} {job.recipe.target:g}"
+    return "it stopped early" if job.ended == "early" else "it reached the last of its rounds"
 
 
 def _finish(job: Job, fetch: bool, format: Format) -> None:

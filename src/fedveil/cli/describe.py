@@ -18,6 +18,8 @@ from fedveil.cli.options import (
 from fedveil.cli.shell import out
 from fedveil.codecs.base import Codec
 from fedveil.core.batchnorm import POLICIES
+from fedveil.core.losses import LOSSES
+from fedveil.core.measures import METRICS
 from fedveil.core.message import Refused
 from fedveil.core.method import METHODS, Method
 from fedveil.core.spelling import nearest
@@ -25,8 +27,10 @@ from fedveil.runs import recipe
 from fedveil.runs.recipe import Recipe
 
 
-def list_(what: Annotated[What, argument("methods|codecs|models|data|recipes")], format: Shown = Format.table) -> None:
-    """List methods, codecs, models, data or recipes.
+def list_(
+    what: Annotated[What, argument("methods|codecs|models|data|losses|metrics|recipes")], format: Shown = Format.table
+) -> None:
+    """List methods, codecs, models, data, losses, metrics or recipes.
 
     Example: fedveil list recipes
     """
@@ -35,6 +39,8 @@ def list_(what: Annotated[What, argument("methods|codecs|models|data|recipes")],
         What.codecs: lambda: {name: _first_line(codec) for name, codec in Codec.registry.items()},
         What.models: lambda: {name: _first_line(model) for name, model in models.MODELS.items()},
         What.data: lambda: {name: _first_line(load) for name, load in data.SETS.items()},
+        What.losses: lambda: {name: _first_line(loss) for name, loss in LOSSES.items()},
+        What.metrics: lambda: {name: _first_line(metric) for name, metric in METRICS.items()},
         What.recipes: lambda: {name: _setting(recipe.read(name)) for name in recipe.names()},
     }
     found = tables[what]()

@@ -21,7 +21,7 @@ from fedveil.cli.shell import BUG, err, say
 from fedveil.core.cohort import Engine
 from fedveil.core.ledger import Ledger
 from fedveil.core.message import Refused
-from fedveil.core.outcome import NOTHING, NoUsableAnswers
+from fedveil.core.outcome import NOTHING, NoUsableAnswers, finished, validate_goals
 from fedveil.core.setup import init_state, private_root
 from fedveil.core.task import Task
 from fedveil.data.files import data_directory
@@ -129,10 +129,10 @@ class Job:
     @property
     def ended(self) -> str | None:
         """Why no round is left to do; None if some are."""
-        rows, target = self.ledger.rows, self.recipe.target
-        if rows and target is not None and rows[-1].metrics.get("accuracy", 0.0) >= target:
-            return "target"
-        return "rounds" if len(rows) >= self.recipe.rounds else "budget" if self.exhausted else None
+        plan = self.recipe
+        return finished(self.ledger, plan.rounds, plan.target, plan.early_stopping) or (
+            "budget" if self.exhausted else None
+        )
 
     def summary(self) -> dict[str, Any]:
         figures = self.ledger.summary(self.recipe.method.name)
@@ -158,6 +158,7 @@ class Job:
         plan = self.recipe = self.recipe.settled(task)
         where = self.where
         init_state(task, plan.method, plan.cohort)  # says what does not suit the task, before anything is written
+        validate_goals(task, plan.target, plan.early_stopping)
         torch.set_num_threads(where.threads)
         with (
             warnings.catch_warnings(),
@@ -180,6 +181,7 @@ class Job:
                     engine=engine,
                     evaluate_every=plan.evaluate_every,
                     target=plan.target,
+                    early_stopping=plan.early_stopping,
                     folder=folder,
                     observer=watch,
                     stop=stop,
@@ -192,6 +194,8 @@ class Job:
                     error.add_note(BUG)
                 raise
         self.ledger, self.exhausted = result.ledger, result.stopped == "budget"
+        if result.stopped == "early":
+            say(f"stopped after round {len(self.ledger.rows)} of {plan.rounds}: {self.ledger.rows[-1].events[-1]}")
         if self.exhausted:
             done = len(self.ledger.rows)
             say(f"stopped after round {done} of {plan.rounds}: {SPENT}")

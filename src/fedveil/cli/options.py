@@ -10,7 +10,7 @@ import typer
 
 Format = StrEnum("Format", ["table", "json"])
 Kind = StrEnum("Kind", ["local", "flower"])
-What = StrEnum("What", ["methods", "codecs", "models", "data", "recipes"])
+What = StrEnum("What", ["methods", "codecs", "models", "data", "losses", "metrics", "recipes"])
 
 
 def number(text: str) -> int | None:

@@ -75,12 +75,20 @@ def comparison(jobs: Sequence[Job]) -> None:
     table.add_column("run", no_wrap=True)
     private = any(s["epsilon"] is not None for s in summaries)
     promise = ["ε", "by PLD", "relation"] if private else []
-    for head in ("accuracy", "up per\nclient\nand round", "up in all", *promise, "seconds"):
+    names = list(dict.fromkeys(job.ledger.primary.words for job in jobs))
+    for head in (
+        names[0] if len(names) == 1 else "metric",
+        "up per\nclient\nand round",
+        "up in all",
+        *promise,
+        "seconds",
+    ):
         table.add_column(head, justify="right")
     for job, s in zip(jobs, summaries, strict=True):
         sent = decimal(round(s["bytes_up_per_client_round"])), decimal(s["bytes_up"])
-        shown = ("–" if s[key] is None else f"{s[key]:.4g}" for key in ("accuracy", "epsilon", "epsilon_pld"))
-        accuracy, *epsilons = shown
+        shown = ("–" if s[key] is None else f"{s[key]:.4g}" for key in ("value", "epsilon", "epsilon_pld"))
+        value, *epsilons = shown
+        value = value if len(names) == 1 else f"{job.ledger.primary.words} {value}"
         promised = [*epsilons, s["relation"] or "–"] if private else []
-        table.add_row(job.path.name, accuracy, *sent, *promised, f"{s['seconds']:.3g}")
+        table.add_row(job.path.name, value, *sent, *promised, f"{s['seconds']:.3g}")
     out.print(table)

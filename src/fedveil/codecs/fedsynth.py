@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fedveil.codecs.base import Codec
-from fedveil.codecs.fit import PRECISIONS, WIDEST, Rounding, Variable, adam, check_points, normal, simplex
+from fedveil.codecs.fit import PRECISIONS, WIDEST, Rounding, Variable, adam, check_labels, check_points, normal, simplex
 from fedveil.core import message, schema
 from fedveil.core.capability import FORWARD_PASSES, SECOND_DERIVATIVES, SOFT_LABELS
 from fedveil.core.forecast import Compute
@@ -91,6 +91,7 @@ class FedSynthCodec(Codec[Synthetic]):
     def validate(self, task: Task) -> None:
         if not task.data.x.is_floating_point():
             raise ValueError("fedsynth fits its inputs by gradient, and tokens have none; use qsgd or top-k")
+        check_labels(self.name, task)
 
     @property
     def reads_records(self) -> str:

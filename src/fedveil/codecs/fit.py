@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedveil.core.message import Refused
 from fedveil.core.seeds import Seed
+from fedveil.core.task import Task
 from fedveil.gpu.graphs import repeat
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
@@ -90,6 +91,13 @@ def simplex(labels: Tensor) -> Tensor:
 
 PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "uint8": torch.uint8}
 WIDEST = 1e3  # the range of synthetic inputs, either way
+
+
+def check_labels(codec: str, task: Task) -> None:
+    """Raise a ValueError unless each record has one class label: synthetic points have soft ones."""
+    if not task.data.labelled:
+        held = "real numbers or bits as its target" if task.data.y.is_floating_point() else "several labels"
+        raise ValueError(f"{codec} makes points with class labels, but each record has {held}; use qsgd or top-k")
 
 
 def check_points(labels: Tensor, low: float, high: float) -> None:

@@ -10,7 +10,18 @@ import torch
 from torch import Tensor
 
 from fedveil.codecs.base import Codec
-from fedveil.codecs.fit import PRECISIONS, WIDEST, Rounding, Variable, adam, check_points, cosine, normal, simplex
+from fedveil.codecs.fit import (
+    PRECISIONS,
+    WIDEST,
+    Rounding,
+    Variable,
+    adam,
+    check_labels,
+    check_points,
+    cosine,
+    normal,
+    simplex,
+)
 from fedveil.core import message, schema
 from fedveil.core.capability import SECOND_DERIVATIVES, SOFT_LABELS
 from fedveil.core.forecast import Compute
@@ -71,6 +82,7 @@ class TofuCodec(Codec[Proxies]):
             raise ValueError(
                 "tofu fits its inputs by gradient, and tokens have none; use a codec such as qsgd or top-k"
             )
+        check_labels(self.name, task)
         shape = task.data.input
         if len(shape) != 3 and (self.channels or self.shrink > 1):
             raise ValueError(f"the priors channels and shrink are for images, and inputs here have shape {shape}")

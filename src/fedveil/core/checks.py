@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedveil.core.batchnorm import Batches, BatchNorms
 from fedveil.core.data import Data
 from fedveil.core.functional import Inputs, call, first_line, output
-from fedveil.core.losses import LOSSES, Loss
+from fedveil.core.losses import Loss, class_scores, targets
 from fedveil.core.modes import Modes
 from fedveil.core.noise import Seeded
 
@@ -180,18 +180,26 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return bool((difference.amax() <= ALIKE * size.amax()) & (a.isfinite() == b.isfinite()).all())
 
 
-def gives_class_scores(loss: Loss, logits: Tensor, data: Data) -> bool:
+def gives_class_scores(loss: Loss, outputs: Tensor, data: Data) -> bool:
     """Whether a model's outputs are scores of the classes, the more the likelier: they fit the labels, and of outputs
     that name one class the loss is lowest for the one that names the label."""
-    if logits.dim() < 2 or logits.shape[:-1] != data.y[:1].shape or logits.shape[-1] < data.classes:
+    if data.y.is_floating_point() or not data.classes or targets(loss) == "bits":
         return False
-    if loss in LOSSES.values() or data.classes == 1:
+    try:
+        logits = class_scores(outputs, data.y[:1])
+    except ValueError:
+        return False
+    if logits.dim() < 2 or logits.shape[-1] < data.classes:
+        return False
+    if targets(loss) or data.classes == 1:
         return True
     chosen = torch.linspace(0, data.classes - 1, min(10, data.classes)).long()
-    named, labels = (t.flatten() for t in torch.meshgrid(chosen, chosen, indexing="ij"))
-    rows = [t.view(-1, *[1] * (data.y.dim() - 1)).expand(-1, *data.y.shape[1:]) for t in (named, labels)]
+    pairs = (t.flatten() for t in torch.meshgrid(chosen, chosen, indexing="ij"))
+    rows = [t.view(-1, *[1] * (data.y.dim() - 1)).expand(-1, *data.y.shape[1:]) for t in pairs]
     try:
-        losses = loss(F.one_hot(rows[0], logits.shape[-1]).float(), rows[1]).view(len(chosen), -1)  # [named, label]
+        named = F.one_hot(rows[0], logits.shape[-1]).float()
+        named = named.movedim(-1, 1) if data.y.ndim > 2 else named  # as the model has them
+        losses = loss(named, rows[1]).view(len(chosen), -1)  # [named, label]
     except Exception:  # it may take other outputs only
         return False
     others = losses.clone().fill_diagonal_(torch.inf)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from fedveil.core.structure import Structure
 
+IGNORE = -100  # in y: a position of a record that has no label, as in PyTorch
+
 
 @dataclass(frozen=True, eq=False)
 class Data:
@@ -27,15 +29,17 @@ class Data:
 
     name: str
     x: Tensor  # [n, *input]: float32, or int64 or uint8 tokens [n, T]
-    y: Tensor  # [n] int64; for next-token tasks [n, T]
+    y: Tensor  # int64 labels [n], tokens [n, T] or maps [n, h, w], where IGNORE is no label; or float32 targets [n, …]
     test_x: Tensor
     test_y: Tensor
-    classes: int
+    classes: int  # 0 where y holds real numbers or bits
     labels: tuple[str, ...]  # a name a class
     groups: Tensor | None = None  # [n] int64: the natural owner of each record
     mean: tuple[float, ...] = ()  # a number a channel
     std: tuple[float, ...] = ()
     structure: Structure | None = None  # how x holds the tensors of a record, where there are several
+    validation_x: Tensor | None = None  # records that early stopping looks at; they are neither trained nor tested on
+    validation_y: Tensor | None = None
 
     def __repr__(self) -> str:
         records = f"{len(self.x):,} training and {len(self.test_x):,} test records of {list(self.x.shape[1:])}"
@@ -46,8 +50,18 @@ class Data:
         """The shape of one record."""
         return tuple(self.x.shape[1:])
 
+    @property
+    def labelled(self) -> bool:
+        """Whether each record has one label."""
+        return self.y.ndim == 1 and not self.y.is_floating_point()
+
     def __post_init__(self) -> None:
-        for part, x, y in (("training", self.x, self.y), ("test", self.test_x, self.test_y)):
+        parts = [("training", self.x, self.y), ("test", self.test_x, self.test_y)]
+        if (self.validation_x is None) != (self.validation_y is None):
+            raise ValueError(f"{self.name!r} has one of validation_x and validation_y; give both or none.")
+        if self.validation_x is not None and self.validation_y is not None:
+            parts.append(("validation", self.validation_x, self.validation_y))
+        for part, x, y in parts:
             where = f"the {part} part of {self.name!r}"
             if x.ndim < 2 or y.ndim < 1:
                 raise ValueError(f"In {where} x is {list(x.shape)} and y {list(y.shape)}, not [n, *input] and [n].")
@@ -55,26 +69,27 @@ class Data:
                 raise ValueError(f"There is no record in {where}; give at least one.")
             if len(x) != len(y):
                 raise ValueError(f"There are {len(x):,} records but {len(y):,} labels in {where}.")
-            if x.dtype not in (torch.float32, torch.int64, torch.uint8) or y.dtype != torch.int64:
+            if x.dtype not in (torch.float32, torch.int64, torch.uint8) or y.dtype not in (torch.int64, torch.float32):
                 raise ValueError(f"In {where} x is {x.dtype} and y {y.dtype}; from_tensors converts them.")
+            if y.dtype != self.test_y.dtype:
+                told = f"x is {x.dtype} and y {y.dtype}"
+                raise ValueError(f"In {where} {told}, but the test part has y {self.test_y.dtype}; use one of them.")
             if not x.is_floating_point() and x.ndim != 2:
                 raise ValueError(f"In {where} x holds whole numbers, so tokens [n, T], but is {list(x.shape)}.")
             if x.is_floating_point() and not all(map(math.isfinite, _range(x))):
                 raise ValueError(f"In {where} some values of x are not finite; clean them first.")
-            if y.ndim != 1 and y.shape != x.shape:
+            self._check_targets(where, x, y)
+        for part, x, y in parts[1:]:
+            if self.x.shape[1:] != x.shape[1:] or self.x.dtype != x.dtype:
                 raise ValueError(
-                    f"In {where} y is {list(y.shape)}, neither a label a record [n] nor a token each {list(x.shape)}."
+                    f"In {self.name!r} training records are {self.x.dtype} {list(self.x.shape[1:])} "
+                    f"but {part} records {x.dtype} {list(x.shape[1:])}."
                 )
-            low, high = _range(y)
-            if low < 0 or high >= self.classes:
+            if self.y.shape[1:] != y.shape[1:]:
                 raise ValueError(
-                    f"In {where} labels go from {low:g} to {high:g}, but there are {self.classes} classes, from 0."
+                    f"In {self.name!r} y is {list(self.y.shape[1:])} a training record but {list(y.shape[1:])} a "
+                    f"{part} record."
                 )
-        if self.x.shape[1:] != self.test_x.shape[1:] or self.x.dtype != self.test_x.dtype:
-            raise ValueError(
-                f"In {self.name!r} training records are {self.x.dtype} {list(self.x.shape[1:])} "
-                f"but test records {self.test_x.dtype} {list(self.test_x.shape[1:])}."
-            )
         if len(self.labels) != self.classes:
             raise ValueError(f"{self.name!r} has {self.classes} classes but {len(self.labels)} labels; name each.")
         g = self.groups
@@ -89,6 +104,23 @@ class Data:
             )
         if not all(map(math.isfinite, self.mean)) or not all(0 < s < math.inf for s in self.std):
             raise ValueError(f"{self.name!r} has mean {self.mean} and std {self.std}; std must be above 0.")
+
+    def _check_targets(self, where: str, x: Tensor, y: Tensor) -> None:
+        """Raise a ValueError if y holds labels that are no classes, or numbers that are not finite."""
+        if y.is_floating_point():
+            if not all(map(math.isfinite, _range(y))):
+                raise ValueError(f"In {where} some values of y are not finite; clean them first.")
+            return
+        if y.shape[1:] == (1,) and y.shape != x.shape:
+            raise ValueError(
+                f"In {where} y is {list(y.shape)}, neither a label a record [n] nor several a record; use y[:, 0]."
+            )
+        known = y[y != IGNORE] if y.ndim > 1 else y
+        low, high = _range(known) if known.numel() else (0.0, 0.0)
+        if low < 0 or high >= self.classes:
+            raise ValueError(
+                f"In {where} labels go from {low:g} to {high:g}, but there are {self.classes} classes, from 0."
+            )
 
 
 def _range(values: Tensor) -> tuple[float, float]:

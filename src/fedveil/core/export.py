@@ -26,6 +26,18 @@ OPSET = 18
 STATES, GRAPHS = (".safetensors", ".pt"), (".onnx",)  # suffixes
 
 
+def state_dict(task: Task, w: Tensor) -> dict[str, Tensor]:
+    """The model's own `state_dict` with weights `w` [d], on the CPU: tied weights under each of their names, constants,
+    and buffers with the running statistics of `task.norms`."""
+    layers = task.layout.split(w.detach().cpu()) | task.norms.split()
+    names = {id(tensor): name for name, tensor in [*task.model.named_parameters(), *task.model.named_buffers()]}
+    state: dict[str, Tensor] = {}
+    for name, value in task.model.state_dict(keep_vars=True).items():
+        own = layers.get(names.get(id(value), ""), value.detach())
+        state[name] = own.to("cpu", value.dtype, copy=True, memory_format=torch.contiguous_format)
+    return state
+
+
 def write(task: Task, w: Tensor, path: Path | str, suffixes: Sequence[str] = (*STATES, *GRAPHS)) -> None:
     """Write the model with weights `w` [d] to a file, whose suffix decides the format."""
     path = Path(path)
@@ -36,9 +48,9 @@ def write(task: Task, w: Tensor, path: Path | str, suffixes: Sequence[str] = (*S
     if path.suffix == ".onnx":
         onnx_graph(task, w).save(path)
     elif path.suffix == ".pt":
-        torch.save(task.state_dict(w), path)
+        torch.save(state_dict(task, w), path)
     else:
-        save_file(task.state_dict(w), path, {"format": "pt"})
+        save_file(state_dict(task, w), path, {"format": "pt"})
 
 
 def onnx_graph(task: Task, w: Tensor) -> ONNXProgram:
@@ -52,7 +64,7 @@ def onnx_graph(task: Task, w: Tensor) -> ONNXProgram:
         raise ImportError("an export to ONNX needs the extra 'edge': pip install 'fedveil[edge]'") from None
     x = task.data.x[:2].clone()
     model = copy.deepcopy(task.model).cpu().eval()
-    model.load_state_dict(task.state_dict(w))
+    model.load_state_dict(state_dict(task, w))
     args, kwargs = inputs_of(task.data.structure, model)(x)
     records = {0: torch.export.Dim("records", min=1)}
     level = logging.getLogger("torch.onnx").level

@@ -14,7 +14,8 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from fedveil.core.account import Tally
-from fedveil.core.export import GRAPHS, STATES, write
+from fedveil.core.export import GRAPHS, STATES, state_dict, write
+from fedveil.core.metrics import ACCURACY, LOSS, Primary
 from fedveil.core.notebook import curve, page
 from fedveil.core.task import Task
 
@@ -49,6 +50,7 @@ class Row(msgspec.Struct, kw_only=True):
     colluders: int | None = None  # clients without whose noise it holds, where clients share the noise of a sum
     batch_norm: str | None = None  # what happens to batch norm layers, where the model has some that are trained
     seconds: float = 0.0
+    primary: Primary | msgspec.UnsetType = msgspec.UNSET  # of `metrics`; absent where it is accuracy, or the loss alone
 
     def count_up(self, client: int, size: int) -> None:
         self.up[str(client)] = self.up.get(str(client), 0) + size
@@ -115,8 +117,15 @@ class Ledger:
         seen = [(row.round, row.metrics[name]) for row in self.rows if name in row.metrics]
         return [r for r, _ in seen], [v for _, v in seen]
 
+    @property
+    def primary(self) -> Primary:
+        """The primary metric: what the newest row that has one says, accuracy where it was measured, or the loss."""
+        return primary(self.rows)
+
     def summary(self, method: str) -> dict[str, Any]:
         """The figures of `--format json`."""
+        primary = self.primary
+        _, value = self.series(primary.name)
         _, accuracy = self.series("accuracy")
         _, loss = self.series("loss")
         charged = next((row for row in reversed(self.rows) if row.epsilon is not None), None)
@@ -124,6 +133,8 @@ class Ledger:
         return {
             "method": method,
             "rounds": len(self.rows),
+            "metric": primary.name,
+            "value": value[-1] if value else None,
             "accuracy": accuracy[-1] if accuracy else None,
             "accuracy_last3": sum(accuracy[-3:]) / len(accuracy[-3:]) if accuracy else None,
             "loss": loss[-1] if loss else None,
@@ -147,6 +158,15 @@ class Ledger:
 
 
 @dataclass(frozen=True)
+class Best:
+    """The round with the best primary metric on the validation records."""
+
+    round: int
+    value: float
+    weights: Tensor  # [d]
+
+
+@dataclass(frozen=True)
 class Result:
     """A finished (or stopped) run."""
 
@@ -154,7 +174,21 @@ class Result:
     weights: Tensor  # [d]
     ledger: Ledger
     task: Task
-    stopped: str = "rounds"  # why it ended: rounds, target, budget (of differential privacy) or interrupt
+    stopped: str = (
+        "rounds"  # why it ended: rounds, target, early (stopping), budget (of differential privacy), interrupt
+    )
+    best: Best | None = None  # where there are validation records
+
+    @property
+    def metric(self) -> str:
+        """The name of the primary metric."""
+        return self.ledger.primary.name
+
+    @property
+    def value(self) -> float:
+        """The primary metric on the test records when it was last measured; not a number where none was."""
+        value = self.summary()["value"]
+        return math.nan if value is None else float(value)
 
     def __repr__(self) -> str:
         why = "" if self.stopped == "rounds" else f", stopped: {self.stopped}"
@@ -162,13 +196,13 @@ class Result:
 
     def _repr_html_(self) -> str:
         """The curve and the summary, for notebooks."""
-        name = primary(self.ledger.rows)
-        drawn = curve(name, *self.ledger.series(name)) if name else ""
+        metric = self.ledger.primary
+        drawn = curve(metric.words, *self.ledger.series(metric.name))
         return page(self.method, drawn, _figures(self.summary()))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The trained model's state under the names of the model's own `state_dict`, for `load_state_dict`."""
-        return self.task.state_dict(self.weights)
+        return state_dict(self.task, self.weights)
 
     def save(self, path: Path | str) -> None:
         """Write `state_dict()` to a file: .safetensors, or .pt for `torch.load`."""
@@ -194,16 +228,18 @@ class Result:
         return "\n".join(f"{key:<{width}}  {value}" for key, value in rows)
 
 
-def primary(rows: Sequence[Row]) -> str:
-    """The name of the metric that counts most among those that were measured; empty where none was."""
-    return next((name for name in ("accuracy", "loss") if any(name in row.metrics for row in rows)), "")
+def primary(rows: Sequence[Row]) -> Primary:
+    """The primary metric: what the newest row that has one says, accuracy where it was measured, or the loss."""
+    told = next((row.primary for row in reversed(rows) if row.primary), None)
+    measured = {name for row in rows for name in row.metrics}
+    return told or (LOSS if LOSS.name in measured and ACCURACY.name not in measured else ACCURACY)
 
 
 def headline(rows: Sequence[Row]) -> str:
     """That metric when it was last measured, such as "accuracy 0.9583"."""
-    name = primary(rows)
-    values = [row.metrics[name] for row in rows if name in row.metrics]
-    return f"{name} {values[-1]:.4f}" if values else ""
+    metric = primary(rows)
+    values = [row.metrics[metric.name] for row in rows if metric.name in row.metrics]
+    return f"{metric.words} {values[-1]:.4f}" if values else ""
 
 
 def _figures(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

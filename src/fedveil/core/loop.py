@@ -20,6 +20,7 @@ from fedveil.core.identity import Identities
 from fedveil.core.ledger import Row
 from fedveil.core.message import Record
 from fedveil.core.method import Method, State
+from fedveil.core.metrics import ACCURACY, LOSS, VALIDATION
 from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
@@ -43,6 +44,8 @@ class Federation:
     def __post_init__(self) -> None:
         self.clients = Clients(self.method, self.task, self.run, self.seed, self.secret, self.identities)
         self.engine.open(self.clients)
+        names = [metric.name for metric in self.task.metrics]
+        self._measured = {*names, *(VALIDATION + name for name in names)}
 
     def step(self, state: State, number: int, rounds: int) -> tuple[State, Row]:
         """Round `number` of `rounds` (from 1): draw a cohort, let the method do its round, evaluate."""
@@ -71,8 +74,14 @@ class Federation:
         row.events += getattr(self.engine, "events", list)()  # an engine may have some of its own
         if number % self.evaluate_every == 0 or number == rounds:
             row.metrics.update(self.evaluated(state))
+            if self.task.metrics and self.task.primary != ACCURACY:
+                row.primary = self.task.primary
+        diverged = not math.isfinite(row.metrics.get(LOSS.name, 0))
         for name in [name for name, value in row.metrics.items() if not math.isfinite(value)]:
-            row.events.append(f"{name} is {row.metrics.pop(name)}: the run may have diverged")  # no such number in JSON
+            value = row.metrics.pop(name)  # no such number in JSON
+            undefined = math.isnan(value) and not diverged and name in self._measured
+            why = "it is not defined on these records" if undefined else "the run may have diverged"
+            row.events.append(f"{name} is {value}: {why}")
         row.seconds = time.perf_counter() - began
         return state, row
 

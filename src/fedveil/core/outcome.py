@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from itertools import takewhile
 
 from fedveil.core.ledger import Ledger, Row
+from fedveil.core.metrics import ACCURACY, VALIDATION
+from fedveil.core.task import Task
 
 
 class NoUsableAnswers(RuntimeError):
@@ -59,4 +61,54 @@ def behind_clients(row: Row) -> bool:
 
 
 def reached(row: Row, target: float | None) -> bool:
-    return target is not None and row.metrics.get("accuracy", 0) >= target
+    """Whether the primary metric on the test records has reached `target`."""
+    primary = row.primary or ACCURACY
+    value = row.metrics.get(primary.name)
+    return target is not None and value is not None and primary.reached(value, target)
+
+
+def best_row(ledger: Ledger) -> Row | None:
+    """The first row with the best primary metric on the validation records; None where none was measured."""
+    primary, best = ledger.primary, None
+    name = VALIDATION + primary.name
+    for row in ledger.rows:
+        if name in row.metrics and (best is None or primary.better(row.metrics[name], best.metrics[name])):
+            best = row
+    return best
+
+
+def stalled(ledger: Ledger, evaluations: int | None) -> bool:
+    """Whether the primary metric on the validation records has not improved in so many evaluations."""
+    best, name = best_row(ledger), VALIDATION + ledger.primary.name
+    if evaluations is None or best is None:
+        return False
+    later = [row for row in ledger.rows if row.round > best.round]
+    tried = [name in row.metrics or any(event.startswith(f"{name} is ") for event in row.events) for row in later]
+    return sum(tried) >= evaluations
+
+
+def finished(ledger: Ledger, rounds: int, target: float | None, early_stopping: int | None) -> str | None:
+    """Why no round is left to do; None if some are."""
+    if any(reached(row, target) for row in ledger.rows[-1:]):
+        return "target"
+    if stalled(ledger, early_stopping):
+        return "early"
+    return "rounds" if len(ledger.rows) >= rounds else None
+
+
+def validate_goals(task: Task, target: float | None, early_stopping: int | None) -> None:
+    """Raise a ValueError if a run of `task` cannot end at `target` or by early stopping."""
+    if target is not None and not task.metrics:
+        raise ValueError(
+            f"target is {target:g}, but the model's outputs are not class scores, so there is no accuracy; leave it "
+            "out, or give the task metrics"
+        )
+    if target is not None:
+        task.primary.validate_target(target)
+    if early_stopping is not None and early_stopping < 1:
+        raise ValueError(f"early_stopping is {early_stopping}; use 1 evaluation or more")
+    if early_stopping is not None and task.validation is None:
+        raise ValueError(
+            f"early_stopping is {early_stopping}, but there are no validation records; hold some out with "
+            "task.validation or fedveil.data.hold_out"
+        )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -25,15 +25,15 @@ from fedveil.core.checks import full_precision, gives_class_scores, trained_name
 from fedveil.core.data import Data, Rows, Split
 from fedveil.core.functional import Pure, call, count_work, first_line
 from fedveil.core.layout import Layout
-from fedveil.core.losses import LOSSES, Loss
+from fedveil.core.losses import Loss, loss_by_name, validate_targets
 from fedveil.core.message import Size
+from fedveil.core.metrics import LOSS, VALIDATION, Measure, Metric, Primary, chosen_metrics, measured, validate_metrics
 from fedveil.core.modes import Modes
 from fedveil.core.noise import Seeded
 from fedveil.core.structure import inputs_of
 from fedveil.gpu.graphs import Fused
 from fedveil.gpu.products import Products
 
-EVALUATION_BATCH = 1000
 STACKED = 0.01  # of a gradient is what stacking may change
 
 
@@ -43,7 +43,10 @@ class Task:
     model: any module; its present weights are the initial ones, and a layer in eval mode stays in eval mode
     data:  a `fedveil.data.Data` (see `fedveil.data.load`, `from_tensors`, `from_dataset`, `from_folder`)
     split: a `fedveil.data.Split`: which records each client holds
-    loss:  a name from `LOSSES`, or a function (logits, y) -> loss of each record [B]
+    loss:  a name from `LOSSES`, or a function (outputs, y) -> loss of each record [B]
+    loss_options: of a loss by name, such as `{"smoothing": 0.1}`
+    metrics: names from `METRICS`, functions (outputs, y) -> a number a record [B], objects of torchmetrics, or
+             `fv.Metric`; the first is the primary one. By default those that suit the loss
     trainable:  patterns of the names of parameters that are trained, such as "head.*"; by default those that require
                 gradients. All others are constants: they are not sent, and a stack of clients shares one copy
     batch_norm: "federated", "local" or "frozen" (see `batchnorm`); by default layers in eval mode or whose weights are
@@ -59,6 +62,8 @@ class Task:
         loss: str | Loss = "cross-entropy",
         trainable: Sequence[str] | None = None,
         batch_norm: str | None = None,
+        loss_options: Mapping[str, Any] | None = None,
+        metrics: Sequence[str | Metric | Measure | Loss] = (),
         device: str | torch.device = "cpu",
     ) -> None:
         names = trained_names(model, trainable)
@@ -66,7 +71,8 @@ class Task:
         self.norms = batchnorm.find(model, names, batch_norm)
         self.device = torch.device(device)
         self.data, self.clients = data, split
-        self.loss = LOSSES[loss] if isinstance(loss, str) else loss
+        self.loss = loss_by_name(loss, loss_options) if isinstance(loss, str) else loss
+        validate_targets(self.loss, data)
         inputs = inputs_of(data.structure, model)
         model = copy.deepcopy(model).requires_grad_(False)
         prepare(model)
@@ -75,10 +81,16 @@ class Task:
         with full_precision():
             validate_unmixed(self.loss, probe.evaluation, data, inputs)
         with torch.no_grad():
-            self.scores = gives_class_scores(self.loss, call(probe.evaluation, data.x[:1], inputs), data)
+            outputs = call(probe.evaluation, data.test_x[:2], inputs)
+        self.scores = gives_class_scores(self.loss, outputs[:1], data)
+        self.metrics = chosen_metrics(metrics, self.loss, data, self.scores)
+        validate_metrics(self.metrics, outputs, data.test_y[:2])
         self.work, self.activations = count_work(probe.evaluation, data.x[:2], inputs)
         self.x, self.y = data.x.to(self.device), data.y.to(self.device)
         self.test_x, self.test_y = data.test_x.to(self.device), data.test_y.to(self.device)
+        self.validation: tuple[Tensor, Tensor] | None = None
+        if data.validation_x is not None and data.validation_y is not None:
+            self.validation = data.validation_x.to(self.device), data.validation_y.to(self.device)
         self.model = model.to(self.device)
         parameters = {name: p.requires_grad_() for name, p in self.model.named_parameters() if name in names}
         beside = [layer.name for layer in self.norms.layout.layers]
@@ -226,38 +238,24 @@ class Task:
         """What is to be compiled of this task's work, by name and settings, so that it is compiled once."""
         return self._fused.setdefault((name, *settings), Fused(name, function))
 
+    @property
+    def primary(self) -> Primary:
+        """The metric that `target` and early stopping look at: the first one, or the loss."""
+        return self.metrics[0].primary if self.metrics else LOSS
+
     @torch.no_grad()
     def evaluate(self, w: Tensor) -> dict[str, float]:
-        """Mean loss on the test set and, where outputs are class scores, accuracy and top-5 accuracy (of more than five
-        classes)."""
-        hits = top5 = 0
-        loss = 0.0
-        for x, y in zip(self.test_x.split(EVALUATION_BATCH), self.test_y.split(EVALUATION_BATCH), strict=True):
-            logits = self.f(w, x)
-            loss += float(self.loss(logits, y).sum(dtype=torch.float64))
-            if self.scores:
-                flat, labels = logits.flatten(0, -2), y.flatten()
-                hits += int((flat.argmax(-1) == labels).sum())
-                if self.data.classes > 5:
-                    top5 += int((flat.topk(5, -1).indices == labels[:, None]).any(-1).sum())
-        metrics, guesses = {"loss": loss / len(self.test_x)}, self.test_y.numel()
-        if self.scores:
-            metrics = {"accuracy": hits / guesses, **metrics}
-        if self.scores and self.data.classes > 5:
-            metrics["top5"] = top5 / guesses
-        return metrics
+        """The mean loss and the metrics on the test records and, under names that begin with `validation_`, on the
+        validation records."""
 
-    def state_dict(self, w: Tensor) -> dict[str, Tensor]:
-        """The model's own `state_dict` with weights `w` [d], on the CPU: tied weights under each of their names,
-        constants, and buffers with the running statistics of `norms`."""
-        layers = self.layout.split(w.detach().cpu()) | self.norms.split()
-        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
-        names = {id(tensor): name for name, tensor in tensors}
-        state: dict[str, Tensor] = {}
-        for name, value in self.model.state_dict(keep_vars=True).items():
-            own = layers.get(names.get(id(value), ""), value.detach())
-            state[name] = own.to("cpu", value.dtype, copy=True, memory_format=torch.contiguous_format)
-        return state
+        def outputs(x: Tensor) -> Tensor:
+            return self.f(w, x)
+
+        found = measured(outputs, self.loss, self.metrics, self.test_x, self.test_y)
+        if self.validation:
+            held = measured(outputs, self.loss, self.metrics, *self.validation)
+            found |= {f"{VALIDATION}{name}": value for name, value in held.items()}
+        return found
 
     def rows(self, clients: Sequence[int]) -> Rows:
         """The records of some clients, as indices into `x` and `y`."""

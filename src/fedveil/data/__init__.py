@@ -5,7 +5,7 @@ from fedveil.data.files import DataMissing
 from fedveil.data.folders import from_folder
 from fedveil.data.sets import SETS, load
 from fedveil.data.splits import SPLITS, Share, split
-from fedveil.data.tensors import from_dataset, from_tensors
+from fedveil.data.tensors import from_dataset, from_tensors, hold_out
 
 __all__ = [
     "SETS",
@@ -17,6 +17,7 @@ __all__ = [
     "from_dataset",
     "from_folder",
     "from_tensors",
+    "hold_out",
     "load",
     "split",
 ]

@@ -30,8 +30,9 @@ def from_folder(
     All-grey pictures have one channel, others three. Pictures have one size, or are resized to `size` =
     (height, width).
 
-    An .npz file holds x_train, y_train, x_test, y_test, and may hold groups. Unsigned bytes [n, h, w], [n, h, w, 3],
-    [n, h, w, 1] or [n, channels, h, w] are pictures; anything else is taken as in `from_tensors`.
+    An .npz file holds x_train, y_train, x_test, y_test, and may hold groups, x_validation and y_validation. Unsigned
+    bytes [n, h, w], [n, h, w, 3], [n, h, w, 1] or [n, channels, h, w] are pictures; anything else is taken as in
+    `from_tensors`.
     """
     path = Path(path).expanduser()
     if not path.exists():
@@ -55,10 +56,15 @@ def _from_npz(path: Path, mean: Sequence[float] | None, std: Sequence[float] | N
     names = ("x_train", "y_train", "x_test", "y_test")
     if absent := [name for name in names if name not in arrays]:
         raise ValueError(f"{path} has no array {absent[0]!r}; it needs {', '.join(names)}.")
-    if strangers := set(arrays) - {*names, "groups"}:
-        raise unknown(f"array in {path}", min(strangers), (*names, "groups"))
+    validation = [name for name in ("x_validation", "y_validation") if name in arrays]
+    if len(validation) == 1:
+        raise ValueError(f"{path} has {validation[0]} alone; give x_validation and y_validation, or neither.")
+    if strangers := set(arrays) - {*names, *validation, "groups"}:
+        raise unknown(f"array in {path}", min(strangers), (*names, "groups", "x_validation", "y_validation"))
+    for name in ("y_train", "y_test", *validation[1:]):
+        if arrays[name].ndim == 2 and arrays[name].shape[1] == 1:
+            arrays[name] = arrays[name][:, 0]
     x, y, test_x, test_y = (arrays[name] for name in names)
-    y, test_y = (part[:, 0] if part.ndim == 2 and part.shape[1] == 1 else part for part in (y, test_y))
     return from_tensors(
         _channels_first(x),
         y,
@@ -67,6 +73,7 @@ def _from_npz(path: Path, mean: Sequence[float] | None, std: Sequence[float] | N
         groups=arrays.get("groups"),
         mean=mean,
         std=std,
+        validation=(_channels_first(arrays["x_validation"]), arrays["y_validation"]) if validation else None,
         name=path.stem,
     )
 

@@ -21,7 +21,7 @@ def picture(split: Split, y: Tensor | Ints, labels: Sequence[str], clients: int 
     With more than ten classes the nine largest are coloured and the rest is grey. Where y is not one label a
     record, bars show sizes only.
     """
-    if np.ndim(y) == 1:
+    if np.ndim(y) == 1 and len(labels) and np.asarray(y).dtype.kind in "iu":
         counts, names = split.counts(y, len(labels)), list(labels)
     else:
         counts, names = split.sizes[:, None], ["records"]

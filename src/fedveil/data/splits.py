@@ -176,9 +176,10 @@ def _check_clients(kind: str, data: Data, clients: int, each: int = 1) -> None:
 
 
 def _labels(kind: str, data: Data) -> Ints:
-    if data.y.ndim != 1:
+    if not data.labelled:
+        kept = "real numbers " if data.y.is_floating_point() else ""
         raise ValueError(
-            f"A {kind!r} split needs one label a record, but y of {data.name!r} is {list(data.y.shape)}; "
+            f"A {kind!r} split needs one label a record, but y of {data.name!r} is {kept}{list(data.y.shape)}; "
             f"use 'iid' or 'natural'."
         )
     y: Ints = data.y.numpy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
 from fedveil.core.data import Data
+from fedveil.core.seeds import Seed
 from fedveil.core.structure import Structure
 
 Values = Tensor | npt.NDArray[Any]
@@ -30,20 +32,35 @@ def from_tensors(
     groups: Values | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
+    validation: tuple[Records, Values] | None = None,
     name: str = "tensors",
 ) -> Data:
-    """`Data` from tensors or arrays: x [n, *input], y [n] or [n, T] whole numbers.
+    """`Data` from tensors or arrays: x [n, *input], and y as the loss needs it.
 
-    Floats become float32; pictures of unsigned bytes [n, channels, h, w] are divided by 255; other whole numbers are
-    tokens [n, T]. `classes` is by default the number of `labels`, or one more than the highest label. Pictures are
-    standardised by `mean` and `std`, a number a channel, where these are given.
+    x: floats become float32; pictures of unsigned bytes [n, channels, h, w] are divided by 255; other whole numbers are
+    tokens [n, T]. Pictures are standardised by `mean` and `std`, a number a channel, where these are given.
+
+    y: whole numbers are labels [n], tokens [n, T] or maps [n, h, w], where -100 is no label; floats are real targets
+    or bits [n, …] and become float32. `classes` is by default the number of `labels`, or one more than the highest
+    label; floats have 0 classes.
+
+    validation: x and y of records to choose on, for `early_stopping`; they are neither trained nor tested on
     """
-    y, test_y = _whole(y, "y"), _whole(test_y, "test_y")
+    y = _targets(y)
+    real = y.is_floating_point()
+    test_y = _targets(test_y) if real else _whole(test_y, "test_y")
+    valid_y = None if validation is None else _targets(validation[1]) if real else _whole(validation[1], "validation")
     if classes is None:
-        highest = max((int(part.max()) for part in (y, test_y) if part.numel()), default=0)
+        parts = [part for part in (y, test_y, valid_y) if part is not None and part.numel() and not real]
+        highest = max((int(part.max()) for part in parts), default=-1 if real else 0)
         classes = len(labels) if labels is not None else highest + 1
     structure = None if isinstance(x, (Tensor, np.ndarray)) else Structure.of(_each(x))
-    x, test_x = (_inputs(part) if structure is None else structure.pack(_each(part)) for part in (x, test_x))
+
+    def packed(part: Records) -> Tensor:
+        return _inputs(part) if structure is None else structure.pack(_each(part))
+
+    valid_x = None if validation is None else validation[0]
+    x, test_x = packed(x), packed(test_x)
     channels = x.shape[1] if x.ndim == 4 else 0
     data = Data(
         name=name,
@@ -57,10 +74,12 @@ def from_tensors(
         mean=(0.0,) * channels if mean is None else tuple(mean),
         std=(1.0,) * channels if std is None else tuple(std),
         structure=structure,
+        validation_x=None if valid_x is None else packed(valid_x),
+        validation_y=valid_y,
     )
     if mean is not None or std is not None:
         shift, scale = (torch.tensor(numbers).view(-1, 1, 1) for numbers in (data.mean, data.std))
-        for part in (data.x, data.test_x):
+        for part in (data.x, data.test_x, *([] if data.validation_x is None else [data.validation_x])):
             part.sub_(shift).div_(scale)
     return data
 
@@ -71,10 +90,28 @@ def from_dataset(
     *,
     classes: int | None = None,
     labels: Sequence[str] | None = None,
+    validation: Dataset[Any] | None = None,
     name: str = "dataset",
 ) -> Data:
-    """`Data` from two torch datasets with a length, whose items are pairs (x, y) of one shape."""
-    return from_tensors(*_collect(train), *_collect(test), classes=classes, labels=labels, name=name)
+    """`Data` from torch datasets with a length, whose items are pairs (x, y) of one shape."""
+    held = None if validation is None else _collect(validation)
+    return from_tensors(*_collect(train), *_collect(test), classes=classes, labels=labels, validation=held, name=name)
+
+
+def hold_out(data: Data, share: float, seed: Seed) -> Data:
+    """Move a share of the training records, drawn by the public `seed`, to the validation records."""
+    if not 0 < share < 1:
+        raise ValueError(f"The validation share is {share:g}; use a number above 0 and below 1.")
+    if data.validation_x is not None:
+        raise ValueError(f"{data.name!r} has validation records of its own; leave the share at 0.")
+    held = round(share * len(data.x))
+    if not 0 < held < len(data.x):
+        raise ValueError(f"A share of {share:g} of {len(data.x):,} records is {held:,}; leave some on either side.")
+    order = torch.from_numpy(seed.child("validation").numpy().permutation(len(data.x)))
+    out, kept = (part.sort().values for part in (order[:held], order[held:]))
+    groups = None if data.groups is None else data.groups[kept]
+    x, y = data.x, data.y
+    return replace(data, x=x[kept], y=y[kept], groups=groups, validation_x=x[out], validation_y=y[out])
 
 
 def _collect(dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
@@ -103,6 +140,12 @@ def _inputs(values: Any) -> Tensor:
     if x.dtype == torch.uint8 and x.ndim == 4:
         return x.float().div_(255)
     return x.to(torch.float32 if x.is_floating_point() else torch.int64, copy=True)
+
+
+def _targets(values: Values) -> Tensor:
+    """A copy of floats as float32, and anything else as int64."""
+    tensor = values.detach() if isinstance(values, Tensor) else torch.tensor(np.ascontiguousarray(values))
+    return tensor.to(torch.float32, copy=True) if tensor.is_floating_point() else _whole(tensor, "y")
 
 
 def _whole(values: Values, what: str) -> Tensor:

@@ -6,6 +6,7 @@ import fcntl
 from pathlib import Path
 from typing import IO
 
+from fedveil.core import outcome
 from fedveil.core.ledger import Ledger
 from fedveil.core.method import METHODS
 from fedveil.methods.fedavg import FedAvg
@@ -64,6 +65,4 @@ def lock(folder: Path) -> IO[str]:
 
 def finished(ledger: Ledger, plan: Recipe) -> str | None:
     """Why no round is left to do; None if some are."""
-    if ledger.rows and plan.target is not None and ledger.rows[-1].metrics.get("accuracy", 0.0) >= plan.target:
-        return "target"
-    return "rounds" if len(ledger.rows) >= plan.rounds else None
+    return outcome.finished(ledger, plan.rounds, plan.target, plan.early_stopping)

@@ -22,6 +22,7 @@ import fedveil
 from fedveil.core.clients import Clients
 from fedveil.core.identity import Identities
 from fedveil.core.ledger import Row
+from fedveil.core.metrics import ACCURACY
 from fedveil.core.seeds import Seed
 from fedveil.data import Data
 from fedveil.deploy import keys
@@ -103,6 +104,7 @@ def _serve(grid: Grid, context: Context, path: Path, load: Load, log: logging.Lo
             identities=keys.identities(Path(str(config.get("identities", "keys")))),
             evaluate_every=plan.evaluate_every,
             target=plan.target,
+            early_stopping=plan.early_stopping,
             folder=folder,
             observer=lambda row: log.info(_told(row, plan.rounds)),
         )
@@ -129,6 +131,7 @@ def _validate_same(folder: RunFolder, plan: Recipe) -> None:
 
 
 def _told(row: Row, rounds: int) -> str:
-    figures = [f"{name} {row.metrics[name]:.4g}" for name in ("accuracy", "loss") if name in row.metrics]
+    names = dict.fromkeys(((row.primary or ACCURACY).name, "loss"))
+    figures = [f"{name} {row.metrics[name]:.4g}" for name in names if name in row.metrics]
     missing = [f"client {client} {reason}" for client, reason in row.missing.items()]
     return "  ".join([f"round {row.round}/{rounds}", *figures, *missing, *row.events])

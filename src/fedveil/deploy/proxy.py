@@ -32,7 +32,7 @@ def longest(plan: Recipe, data: Data) -> int:
     """
     largest, clients = plan.split.max_records or 1, plan.split.clients
     chosen = torch.arange(max(1, min(largest, data.classes)))  # whoever holds every class sends the most
-    y = chosen if data.y.dim() == 1 else data.y[chosen % len(data.y)]
+    y = chosen if data.labelled else data.y[chosen % len(data.y)]
     task = plan.party(dataclasses.replace(data, x=data.x[chosen % len(data.x)], y=y, groups=None), 0)
     together = tuple(range(clients if plan.cohort.kind == "poisson" else min(plan.cohort.size, clients)))
     found = 0

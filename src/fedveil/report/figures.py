@@ -9,7 +9,7 @@ import math
 import re
 import textwrap
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -20,13 +20,14 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, Percent
 from torch import Tensor
 
 from fedveil.core.ledger import Ledger
+from fedveil.core.measures import METRICS
+from fedveil.core.metrics import VALIDATION, Primary, primary_of
 
 # From Okabe and Ito's colours and Paul Tol's: apart for colour-blind eyes, 3:1 and better against white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#332288")
 DASHES = ("solid", "dashed", "dotted")
 MARKERS = "os^DvP<X>*ph"
 LABELS = {
-    "accuracy": "test accuracy",
     "cosine": "cosine, clients to server",
     "cosine_down": "cosine, server to clients",
     "epsilon": "ε charged so far",
@@ -74,10 +75,14 @@ def points(ledger: Ledger, against: str = "rounds", metric: str = "accuracy") ->
 
 
 def curves(
-    ledgers: Mapping[str, Ledger], against: Sequence[str] = ("rounds", "bytes"), metric: str = "accuracy"
+    ledgers: Mapping[str, Ledger], against: Sequence[str] = ("rounds", "bytes"), metric: str | None = None
 ) -> Figure:
-    """Test accuracy (or another of `LABELS`) of each run, by name: a panel against each of `AXES` that is asked for.
-    The legend leaves out runs in which it was never measured."""
+    """A metric of each run, by name: a panel against each of `AXES` that is asked for. The legend leaves out runs in
+    which it was never measured.
+
+    metric: by default the primary metric of the first run that has one
+    """
+    metric = primary_among(ledgers.values()).name if metric is None else metric
     width = 4.8 * len(against)
     measured = [any(points(ledger, axis, metric) for axis in against) for ledger in ledgers.values()]
     chosen = measured if any(measured) else [True] * len(measured)
@@ -92,6 +97,26 @@ def curves(
     for text in legend.get_texts():
         text.set_parse_math(False)
     return figure
+
+
+def primary_among(ledgers: Iterable[Ledger]) -> Primary:
+    """The primary metric by which runs are compared: that of the first run in which it was measured."""
+    found = [(ledger.primary, bool(ledger.series(ledger.primary.name)[0])) for ledger in ledgers]
+    return next((primary for primary, seen in found if seen), found[0][0])
+
+
+def _known(metric: str, ledgers: Iterable[Ledger]) -> Primary | None:
+    """What is known of a metric of test or validation records; None for other metrics."""
+    name = metric.removeprefix(VALIDATION)
+    told = next((ledger.primary for ledger in ledgers if ledger.primary.name == name), None)
+    return told or (primary_of(name) if name in METRICS else None)
+
+
+def _label(metric: str, known: Primary | None) -> str:
+    if known is None:
+        return LABELS.get(metric, metric)
+    part = "validation" if metric.startswith(VALIDATION) else "test"
+    return f"{part} {known.words}{'' if known.maximise else ' (less is better)'}"
 
 
 def _legend_width(names: Sequence[str], columns: int) -> float:
@@ -122,16 +147,18 @@ def _panel(axes: Any, ledgers: Mapping[str, Ledger], against: str, metric: str) 
             shown += _band(axes, ledger, against, look(i)["color"])
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#d8d8d8", linewidth=0.6)
-    axes.set_ylabel(LABELS[metric])
+    known = _known(metric, ledgers.values())
+    axes.set_ylabel(_label(metric, known)).set_parse_math(False)
     low, high = (pick((y for _, y in shown), default=0) for pick in (min, max))
-    if metric == "accuracy":
+    if known and known.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1))
-    elif high > 20 * low > LEAST and metric == "matching":
+    elif high > 20 * low > LEAST and (metric == "matching" or (known and not known.maximise)):
         axes.set_yscale("log")
-    elif not metric.startswith("cosine"):
+    elif not metric.startswith("cosine") and not (known and known.maximise):
         axes.set_ylim(min(0, low), max(1.08 * high, LEAST))
     if not shown:
-        axes.text(0.5, 0.5, f"no {metric} measured yet", ha="center", transform=axes.transAxes)
+        words = known.words if known else metric
+        axes.text(0.5, 0.5, f"no {words} measured yet", ha="center", transform=axes.transAxes, parse_math=False)
         axes.set(xticks=[], yticks=[])
     elif against == "rounds":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 import tomllib
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fedveil.core.ledger import Ledger
-from fedveil.report.figures import points
+from fedveil.core.metrics import ACCURACY, Primary
+from fedveil.core.outcome import finished
+from fedveil.report.figures import points, primary_among
 from fedveil.runs.folder import tallied
 
 if TYPE_CHECKING:
@@ -48,15 +51,16 @@ class Run:
     ledger: Ledger
     attack: Attack | None = None
     audit: Audit | None = None
+    primary: Primary = ACCURACY  # by which it is compared with other runs
 
     @cached_property
     def summary(self) -> dict[str, Any]:
         return self.ledger.summary(self.name)
 
-    @cached_property
-    def accuracies(self) -> list[float]:
-        """Test accuracy each time it was measured."""
-        return self.ledger.series("accuracy")[1]
+    @property
+    def values(self) -> list[float]:
+        """The primary metric each time it was measured."""
+        return self.ledger.series(self.primary.name)[1]
 
     @property
     def fixed_noise(self) -> bool:
@@ -81,10 +85,16 @@ class Run:
 
     @property
     def unfinished(self) -> bool:
-        """Whether rounds are left and the target, if there is one, was not reached."""
-        target = self.recipe.get("target")
-        reached = isinstance(target, float) and self.accuracies and self.accuracies[-1] >= target
-        return " of " in self.rounds and not reached
+        """Whether rounds are left, and neither a target nor early stopping has ended the run."""
+        return " of " in self.rounds and not self.ended
+
+    @property
+    def ended(self) -> str | None:
+        """What has ended the run before the last of its rounds: "target", "early" or nothing."""
+        target, early = self.recipe.get("target"), self.recipe.get("early_stopping")
+        target = float(target) if isinstance(target, (int, float)) else None
+        early = early if isinstance(early, int) and early > 0 else None
+        return finished(self.ledger, sys.maxsize, target, early)
 
     @property
     def where(self) -> dict[str, str]:
@@ -93,8 +103,9 @@ class Run:
         return {key: _command(value) if key == "command" else _short(value) for key, value in shown.items()}
 
     def bytes_to(self, level: float) -> int:
-        """Bytes sent by all clients when accuracy first reached `level`, which it must have."""
-        return next(int(sent) for sent, accuracy in points(self.ledger, "bytes") if accuracy >= level)
+        """Bytes sent by all clients when the primary metric first reached `level`, which it must have."""
+        found = points(self.ledger, "bytes", self.primary.name)
+        return next(int(sent) for sent, value in found if self.primary.reached(value, level))
 
 
 def read(folders: Sequence[Path]) -> list[Run]:
@@ -102,9 +113,11 @@ def read(folders: Sequence[Path]) -> list[Run]:
     runs = [_read(folder) for folder in {folder.resolve(): folder for folder in folders}.values()]
     if not runs:
         raise ValueError("no run was given to report on; name at least one run folder")
+    primary = primary_among(run.ledger for run in runs)
     methods = Counter(run.name for run in runs)
     folders = [run.folder.resolve() for run in runs]
     for run in runs:
+        run.primary = primary
         if methods[run.name] > 1:
             run.name += f" ({_end(run.folder.resolve(), folders)})"
         run.name = "".join(c if c.isprintable() else "?" for c in run.name)

@@ -29,7 +29,8 @@ def privacy(runs: Sequence[Run]) -> str:
         return ""
     said = "".join(f'<p class="note">{escape(text)}</p>\n' for run in runs if (text := private(run)))
     by_round = charts(runs, "rounds", "The largest ε that any client has charged.", "epsilon")
-    bought = charts(runs, "epsilon", "Test accuracy against that ε; further left is more private.")
+    words = runs[0].primary.words
+    bought = charts(runs, "epsilon", f"Test {words} against that ε; further left is more private.")
     return f'<h2>Privacy</h2>\n{said}<div class="figures">\n{by_round}{bought}</div>'
 
 

@@ -41,7 +41,7 @@ def image(path: Path, alt: str) -> str:
     return f'<img alt="{escape(alt)}" src="data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}">'
 
 
-def charts(runs: Sequence[Run], against: str, caption: str, metric: str = "accuracy") -> str:
-    """A figure with a curve a run."""
+def charts(runs: Sequence[Run], against: str, caption: str, metric: str | None = None) -> str:
+    """A figure with a curve a run, by default of the primary metric."""
     drawn = svg(curves({run.name: run.ledger for run in runs}, [against], metric))
     return figure(drawn.replace("<svg", f'<svg role="img" aria-label="{escape(caption)}"', 1), caption)

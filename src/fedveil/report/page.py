@@ -13,7 +13,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fedveil.core.ledger import Ledger, Row
+from fedveil.core.ledger import Ledger
+from fedveil.core.measures import METRICS
+from fedveil.core.metrics import VALIDATION, Primary, primary_of
 from fedveil.core.version import __version__
 from fedveil.report.figures import look, size
 from fedveil.report.folder import Run
@@ -22,9 +24,8 @@ from fedveil.report.markup import cell, charts, figure, image, table
 from fedveil.report.words import duration, percent, verdict
 
 BLOCKS = 50  # rows of a table of rounds
-COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (  # of the table of runs: head, key of the summary, form
-    ("accuracy", "accuracy", percent),
-    ("mean of last 3", "accuracy_last3", percent),
+Column = tuple[str, str, Callable[[Any], str]]
+COLUMNS: tuple[Column, ...] = (  # of the table of runs: head, key of the summary, form
     ("loss", "loss", "{:.4g}".format),
     ("bytes up", "bytes_up", size),
     ("bytes down", "bytes_down", size),
@@ -55,6 +56,9 @@ def page(runs: Sequence[Run]) -> str:
     """The whole document."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     shared = all(run.setting == runs[0].setting for run in runs)
+    words = runs[0].primary.words
+    held = f"The {words} of the validation records, which decide about early stopping and the best weights."
+    validation = {VALIDATION + runs[0].primary.name: held}
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -73,11 +77,12 @@ def page(runs: Sequence[Run]) -> str:
 {_warning(runs)}<p class="verdict">{escape(verdict(runs))}</p>
 </header>
 <main>
-<h2>Accuracy</h2>
+<h2>{escape(words[:1].upper() + words[1:])}</h2>
 <div class="figures">
-{charts(runs, "rounds", "Test accuracy after each round.")}
+{charts(runs, "rounds", f"Test {words} after each round.")}
 {charts(runs, "bytes", "The same against what all clients together have sent so far; further left is cheaper.")}
 </div>
+{_measured(runs, "Validation", validation)}
 <h2>Numbers</h2>
 {_summaries(runs)}
 {privacy(runs)}
@@ -112,24 +117,44 @@ def _warning(runs: Sequence[Run]) -> str:
 
 
 def _summaries(runs: Sequence[Run]) -> str:
-    """A row a run, without columns that are empty; of several runs the best accuracy and the fewest bytes stand out."""
-    columns = [column for column in COLUMNS if any(run.summary[column[1]] is not None for run in runs)]
+    """A row a run, without columns that are empty; of several runs the best primary metric and the fewest bytes stand
+    out."""
+    figures = [_figures(run) for run in runs]
+    columns = [column for column in _columns(runs[0].primary) if any(told[column[1]] is not None for told in figures)]
     best: dict[str, float] = {}
     if len(runs) > 1:
-        best["accuracy"] = max((a for run in runs for a in run.accuracies[-1:]), default=0)
+        pick = max if runs[0].primary.maximise else min
+        best[runs[0].primary.name] = pick((a for run in runs for a in run.values[-1:]), default=0)
         best["bytes_up"] = min(run.summary["bytes_up"] for run in runs)
     body = []
-    for i, run in enumerate(runs):
+    for i, (run, told) in enumerate(zip(runs, figures, strict=True)):
         line = "border-top-style:{linestyle};border-top-color:{color}".format(**look(i))
         cells = [
             f'<th scope="row"><span class="key" style="{line}"></span><span class="name">{escape(run.name)}</span></th>'
         ]
         cells.append(cell(run.rounds))
         for _, key, form in columns:
-            value = run.summary[key]
+            value = told[key]
             cells.append(cell("–" if value is None else form(value), "best" if value == best.get(key, ...) else ""))
         body.append("".join(cells))
-    return table(["run", "rounds", *(head for head, _, _ in columns)], body, "Numbers of each run")
+    return table(["run", "rounds", *(escape(head) for head, _, _ in columns)], body, "Numbers of each run")
+
+
+def _figures(run: Run) -> dict[str, Any]:
+    """A run's summary, and the metrics of `METRICS` and the primary one when they were last measured."""
+    seen = {name: run.ledger.series(name)[1] for name in (run.primary.name, *METRICS)}
+    return run.summary | {name: values[-1] if values else None for name, values in seen.items()}
+
+
+def _columns(primary: Primary) -> list[Column]:
+    """The columns of the table of runs; beside a primary metric other than accuracy, all metrics by name."""
+    first: list[Column] = [(primary.words, primary.name, primary.show)]
+    if primary.name == "accuracy":
+        first.append(("mean of last 3", "accuracy_last3", percent))
+    else:
+        others = [primary_of(name) for name in METRICS if name not in ("loss", primary.name)]
+        first += [(each.words, each.name, each.show) for each in others]
+    return [*first, *(column for column in COLUMNS if column[1] != primary.name)]
 
 
 def _measured(runs: Sequence[Run], title: str, captions: Mapping[str, str]) -> str:
@@ -177,7 +202,7 @@ def _details(run: Run, opened: bool) -> str:
 {f'<div class="figures">{figures}</div>' if figures else ""}
 {_layers(run.ledger)}
 <h3>Rounds</h3>
-{_rounds(run.ledger.rows)}
+{_rounds(run)}
 <h3>Recipe</h3>
 <div class="scroll" tabindex="0"><pre>{escape(run.text)}</pre></div>
 </div>
@@ -210,25 +235,26 @@ def _layers(ledger: Ledger) -> str:
     return f"<h3>Layers</h3>\n{table(head, body, 'Cosine of each layer')}" if body else ""
 
 
-def _rounds(rows: Sequence[Row]) -> str:
+def _rounds(run: Run) -> str:
     """The ledger in at most `BLOCKS` rows: of a long one, several rounds share a row."""
+    rows, primary = run.ledger.rows, run.primary
     step = -(-len(rows) // BLOCKS) or 1
     spent = any(row.epsilon is not None for row in rows)
     body = []
     for block in (rows[i : i + step] for i in range(0, len(rows), step)):
         first, last = block[0].round, block[-1].round
-        accuracy = [row.metrics["accuracy"] for row in block if "accuracy" in row.metrics]
+        values = [row.metrics[primary.name] for row in block if primary.name in row.metrics]
         missing = _tally(reason for row in block for reason in row.missing.values())
         events = _tally(event for row in block for event in row.events)
         cells = [f'<th scope="row">{first if first == last else f"{first}–{last}"}</th>']
-        cells.append(cell(percent(accuracy[-1]) if accuracy else "–"))
+        cells.append(cell(primary.show(values[-1]) if values else "–"))
         if spent:
             charged = [row.epsilon for row in block if row.epsilon is not None]
             cells.append(cell(f"{charged[-1]:.4g}" if charged else "–"))
         cells += [cell(size(sum(row.bytes_up for row in block))), cell(size(sum(row.bytes_down for row in block)))]
         cells += [cell(missing, "words"), cell(events, "words")]
         body.append("".join(cells))
-    head = ["round", "accuracy", *(["ε"] if spent else []), "bytes up", "bytes down", "missing", "events"]
+    head = ["round", escape(primary.words), *(["ε"] if spent else []), "bytes up", "bytes down", "missing", "events"]
     return table(head, body, "Rounds") if body else '<p class="note">No round is done yet.</p>'
 
 

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fedveil.core.metrics import VALIDATION, Primary
+from fedveil.core.outcome import best_row
 from fedveil.report.figures import size
 from fedveil.report.folder import Run
 
 POINT = 0.01 + 1e-9  # one point of accuracy, and what rounding may take from it
+
+
+def near(primary: Primary, best: float) -> tuple[float, str]:
+    """A level of a metric that is about as good as the best one, and how far from it in words."""
+    apart = POINT if primary.share else POINT * abs(best)
+    words = "one point" if primary.percent else "0.01" if primary.share else "1%"
+    return best - apart if primary.maximise else best + apart, words
 
 
 def percent(share: float) -> str:
@@ -27,13 +36,15 @@ def plural(number: int, thing: str) -> str:
 
 def verdict(runs: Sequence[Run]) -> str:
     """What the runs show, in one paragraph."""
-    measured = sorted((run for run in runs if run.accuracies), key=lambda run: -run.accuracies[-1])
+    primary = runs[0].primary
+    measured = sorted((run for run in runs if run.values), key=lambda run: run.values[-1], reverse=primary.maximise)
     said = []
     if len(runs) == 1 and measured:
         said += _alone(runs[0])
     elif measured:
         said += _compared(measured)
-    said += [f"{run.name} has no measured accuracy yet." for run in runs if not run.accuracies]
+    said += [f"{run.name} has no measured {primary.words} yet." for run in runs if not run.values]
+    said += [f"{run.name} stopped early: {_stalled(run)}." for run in runs if run.ended == "early"]
     said += [_unfinished(run) for run in runs if run.unfinished]
     said += [f"The audit of {run.name} contradicts what it promises." for run in runs if run.audit and run.audit.broken]
     if any(run.setting != runs[0].setting for run in runs):
@@ -85,6 +96,13 @@ def secured(run: Run) -> str:
     return " ".join(said)
 
 
+def _stalled(run: Run) -> str:
+    best, primary = best_row(run.ledger), run.ledger.primary
+    assert best
+    value = primary.show(best.metrics[VALIDATION + primary.name])
+    return f"the best {primary.words} of the validation records, {value}, was in round {best.round}"
+
+
 def _unfinished(run: Run) -> str:
     budget = run.privacy[1].get("budget") if run.privacy else None
     if isinstance(budget, float):  # which may be what ended it
@@ -95,7 +113,8 @@ def _unfinished(run: Run) -> str:
 def _alone(run: Run) -> list[str]:
     s = run.summary
     said = [
-        f"{run.name} reached a test accuracy of {percent(s['accuracy'])} in {plural(s['rounds'], 'round')}.",
+        f"{run.name} reached a test {run.primary.words} of {run.primary.show(run.values[-1])} in "
+        f"{plural(s['rounds'], 'round')}.",
         f"A client sent {size(s['bytes_up_per_client_round'])} a round;",
         f"in all, clients sent {size(s['bytes_up'])} and received {size(s['bytes_down'])}.",
     ]
@@ -110,17 +129,17 @@ def _alone(run: Run) -> list[str]:
 
 def _compared(ranked: Sequence[Run]) -> list[str]:
     """The best run, and which of those that end within a point of it got that far with the fewest bytes."""
-    best = ranked[0]
-    level = best.accuracies[-1] - POINT
-    cost = {run.name: run.bytes_to(level) for run in ranked if run.accuracies[-1] >= level}
+    best, primary = ranked[0], ranked[0].primary
+    level, close = near(primary, best.values[-1])
+    cost = {run.name: run.bytes_to(level) for run in ranked if primary.reached(run.values[-1], level)}
     name, least = min(cost.items(), key=lambda item: item[1])
-    after = f"{percent(best.accuracies[-1])} after {plural(len(best.ledger.rows), 'round')}"
-    said = [f"{best.name} has the best test accuracy, {after}."]
+    after = f"{primary.show(best.values[-1])} after {plural(len(best.ledger.rows), 'round')}"
+    said = [f"{best.name} has the best test {primary.words}, {after}."]
     if len(cost) == 1:
-        said.append(f"No other run ends within one point of it; its clients sent {size(least)} to come that close.")
+        said.append(f"No other run ends within {close} of it; its clients sent {size(least)} to come that close.")
     else:
         who = "it also" if name == best.name else name
-        said.append(f"Of the {len(cost)} runs that end within one point of it, {who} got that far with the fewest")
+        said.append(f"Of the {len(cost)} runs that end within {close} of it, {who} got that far with the fewest")
         said.append(f"bytes sent by clients: {size(least)}.")
     if 0 < least < cost[best.name]:
         ratio = cost[best.name] / least

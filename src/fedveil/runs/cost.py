@@ -128,7 +128,11 @@ def _notes(task: Task, recipe: Recipe, turns: Sequence[Turn]) -> list[str]:
     if recipe.cohort.drop or recipe.cohort.deadline is not None:
         notes.append("Clients drop out or are late in this recipe; the figures are for all of them answering.")
     if recipe.target is not None:
-        notes.append(f"The run ends before its {recipe.rounds} rounds if it reaches its target accuracy.")
+        notes.append(
+            f"The run ends before its {recipe.rounds} rounds if it reaches its target {recipe.task.primary.words}."
+        )
+    if recipe.early_stopping is not None:
+        notes.append(f"The run ends before its {recipe.rounds} rounds if the validation metric stops improving.")
     if any("bytes" in codec.sizes(task) for codec in method.codecs):
         notes.append("What is compressed has no fixed size; its bytes are the most that they can be.")
     late = [turn for turn in turns if turn.missed > 1]

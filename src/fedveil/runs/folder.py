@@ -15,14 +15,25 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
+from torch import Tensor
 
 from fedveil.core import message
 from fedveil.core.ledger import Ledger, Row
 from fedveil.core.memory import Entry
-from fedveil.core.message import Envelope, Record
+from fedveil.core.message import Envelope, Record, Refused
+from fedveil.core.method import State
 from fedveil.privacy import account
 from fedveil.privacy.accountant import Steps
-from fedveil.runs.checkpoint import Checkpoint, Remembered, RunError, Saved, checkpoints_in, first_rows, newest
+from fedveil.runs.checkpoint import (
+    Checkpoint,
+    Remembered,
+    RunError,
+    Saved,
+    checkpoints_in,
+    first_rows,
+    newest,
+    read_checkpoint,
+)
 from fedveil.runs.files import digested, naming_file, write
 
 KEPT = 2
@@ -117,6 +128,26 @@ class RunFolder:
         write(self._checkpoint(round_), digested(data))
         for old in self.checkpoints()[KEPT:]:
             old.unlink()
+        first = _round(self.checkpoints()[-1])  # from where a run may have to go on
+        for old in [path for path in bests_in(self.path) if _round(path) <= first][1:]:
+            old.unlink()
+
+    def keep_best(self, run: bytes, round_: int, weights: Tensor) -> None:
+        """Write the best weights [d] so far, before the checkpoint of their round."""
+        state = message.frame(State(weights), Envelope(run, round_))
+        data = message.frame(Checkpoint(run, round_, state, [], {}), Envelope(run, round_))
+        write(self.path / f"best-{round_:08d}.fv", digested(data))
+
+    def best(self, round_: int) -> Tensor | None:
+        """The weights [d] that were the best in this round; None where the file is gone or damaged. Later ones, of
+        rounds that are done again, are deleted."""
+        for later in [path for path in bests_in(self.path) if _round(path) > round_]:
+            later.unlink()
+        try:
+            weights: Tensor = read_checkpoint((self.path / f"best-{round_:08d}.fv").read_bytes()).state.weights
+        except (Refused, OSError):
+            return None
+        return weights.clone()
 
     def exhibit(self, name: str, pictures: Mapping[str, bytes]) -> None:
         """Write pictures of a round, PNGs by their file's stem, for people to look at."""
@@ -135,6 +166,16 @@ class RunFolder:
 
     def _checkpoint(self, round_: int) -> Path:
         return self.path / f"checkpoint-{round_:08d}.fv"
+
+
+def bests_in(folder: Path) -> list[Path]:
+    """Files of best weights, newest first."""
+    return sorted(folder.glob("best-*.fv"), reverse=True)
+
+
+def _round(path: Path) -> int:
+    """The round in the name of a checkpoint's file."""
+    return int(path.stem.rpartition("-")[2])
 
 
 def tallied(folder: Path, delta: float) -> account.Tally | None:

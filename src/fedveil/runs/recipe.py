@@ -18,8 +18,9 @@ import msgspec
 import torch
 
 from fedveil import data, models
-from fedveil.core.losses import LOSSES
+from fedveil.core.losses import LOSSES, loss_by_name, outputs_of
 from fedveil.core.method import Method
+from fedveil.core.metrics import DEFAULTS, Primary, metrics_of, primary_of
 from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
 from fedveil.core.setup import settle
@@ -45,10 +46,24 @@ class TaskSpec:
     batch_norm: str | None = field(default=None, metadata=ADDED)  # federated, local or frozen
     data_options: dict[str, Any] = field(default_factory=dict)
     model_options: dict[str, Any] = field(default_factory=dict)
+    loss_options: dict[str, Any] | None = field(default=None, metadata=ADDED)
+    metrics: tuple[str, ...] = field(
+        default=(), metadata=ADDED
+    )  # the first is the primary one; none: as the loss suits
+    validation: float = field(default=0.0, metadata=ADDED)  # share of the training records that is held out
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
             raise ValueError(f"task.loss is '{self.loss}'; use {' or '.join(LOSSES)}")
+        loss_by_name(self.loss, self.loss_options)
+        metrics_of(self.metrics)
+        if not 0 <= self.validation < 1:
+            raise ValueError(f"task.validation is {self.validation:g}; use a share of the records from 0 to below 1")
+
+    @property
+    def primary(self) -> Primary:
+        """The primary metric, as far as it follows from the recipe."""
+        return primary_of([*self.metrics, *DEFAULTS.get(self.loss, ("accuracy",))][0])
 
 
 @dataclass(frozen=True)
@@ -77,7 +92,8 @@ class Recipe:
     rounds: int = 20
     seed: int = 0
     evaluate_every: int = 1
-    target: float | None = None  # stop at this test accuracy
+    target: float | None = None  # stop when the primary metric on the test records reaches it
+    early_stopping: int | None = field(default=None, metadata=ADDED)  # evaluations without a better validation metric
     task: TaskSpec = field(default_factory=TaskSpec)
     split: SplitSpec = field(default_factory=SplitSpec)
     cohort: CohortSampler = field(default_factory=CohortSampler)
@@ -86,8 +102,10 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.evaluate_every < 1:
             raise ValueError("rounds and evaluate_every are at least 1")
-        if self.target is not None and not 0 < self.target <= 1:
-            raise ValueError(f"target is {self.target:g}; it is a test accuracy above 0 and at most 1")
+        if self.target is not None:
+            self.task.primary.validate_target(self.target)
+        if self.early_stopping is not None and self.early_stopping < 1:
+            raise ValueError(f"early_stopping is {self.early_stopping}; use 1 evaluation or more")
 
     def build(self, directory: str | Path | None = None, fetch: bool = False, device: str = "cpu") -> Task:
         """Load the data, split it and make the model; all randomness is from the recipe's seed."""
@@ -96,6 +114,8 @@ class Recipe:
 
     def on(self, loaded: Data, device: str = "cpu") -> Task:
         """The same with data that is loaded already."""
+        if self.task.validation:
+            loaded = data.hold_out(loaded, self.task.validation, Seed.root(self.seed))
         clients = None if self.split.kind == "natural" else self.split.clients
         parts = data.split(self.split.kind, loaded, clients, Seed.root(self.seed), **self.split.options)
         held = parts.held if self.split.held is None else self._held()
@@ -122,17 +142,28 @@ class Recipe:
             raise ValueError(
                 "a schedule is 'cosine', but a deployed client does not know the number of rounds; set schedule_rounds"
             )
+        if self.task.validation:
+            told = f"task.validation is {self.task.validation:g}, but a server holds no training records"
+            raise ValueError(f"{told}; set it to 0, and give the server's data validation records")
         share = data.Share.of(client, self.split.clients, len(own.x), self.split.max_records, self._held())
         return self._task(own, share, device)
 
     def _task(self, loaded: Data, parts: data.Split, device: str) -> Task:
-        model = models.build(self.task.model, loaded.input, loaded.classes, **self.task.model_options)
+        loss = loss_by_name(self.task.loss, self.task.loss_options)
+        model = models.build(self.task.model, loaded.input, outputs_of(loss, loaded), **self.task.model_options)
         models.initialise(model, Seed.root(self.seed).child("weights"))
         if self.task.weights is not None:
             load_weights(model, Path(self.task.weights), self.task.trainable)
-        task = self.task
-        kinds = {"trainable": task.trainable, "batch_norm": task.batch_norm}
-        return Task(model, loaded, parts, loss=task.loss, device=pick_device(device), **kinds)  # type: ignore[arg-type]
+        return Task(
+            model,
+            loaded,
+            parts,
+            loss=loss,
+            metrics=self.task.metrics,
+            trainable=self.task.trainable,
+            batch_norm=self.task.batch_norm,
+            device=pick_device(device),
+        )
 
     def settled(self, task: Task) -> Recipe:
         """The recipe with a number in place of a noise "auto"."""
@@ -140,7 +171,7 @@ class Recipe:
 
     def fingerprint(self) -> bytes:
         """What tells this recipe from others, but for how long the run goes on and how often it is evaluated."""
-        return fingerprint(dataclasses.replace(self, rounds=1, evaluate_every=1, target=None))
+        return fingerprint(dataclasses.replace(self, rounds=1, evaluate_every=1, target=None, early_stopping=None))
 
     def toml(self) -> str:
         """The recipe as TOML, every value spelled out; reading it gives the same recipe."""

@@ -87,8 +87,9 @@ class Surrogates(Method):
     def init_state(self, task: Task) -> State:
         if not task.data.x.is_floating_point():
             raise ValueError(f"{self.name} fits its inputs by gradient, and tokens have none; use fedavg")
-        if task.data.y.dim() != 1:
-            raise ValueError(f"{self.name} gives each point one label, and these records have several; use fedavg")
+        if not task.data.labelled:
+            held = "real targets" if task.data.y.is_floating_point() else "several"
+            raise ValueError(f"{self.name} gives each point one label, and these records have {held}; use fedavg")
         validate(self.augment, task)
         if self.client_cost(task):
             self._validate_public(task)
