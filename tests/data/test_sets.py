@@ -273,3 +273,42 @@ def test_an_npz_without_an_array_or_with_a_strange_one_says_which(tmp_path: Path
         load(tmp_path / "a.npz", size=(2, 2))
     with pytest.raises(ValueError, match=r"unknown option of data in .* 'sise'; did you mean 'size'"):
         load(tmp_path / "a.npz", sise=(2, 2))
+
+
+def test_targets_may_be_real_numbers_bits_or_maps() -> None:
+    real = from_tensors(X, np.arange(6.0), X, np.arange(6.0))
+    assert (real.y.dtype, real.classes, real.labels, real.labelled) == (torch.float32, 0, (), False)
+    bits = from_tensors(X, np.eye(6, 3), X, np.eye(6, 3), labels="abc")
+    assert (bits.y.shape, bits.classes, bits.labels) == ((6, 3), 3, ("a", "b", "c"))
+    maps = torch.zeros(6, 4, 4, dtype=torch.int32)
+    maps[0, 0, 0], maps[1, 1, 1] = -100, 2
+    found = from_tensors(X, maps, X, maps)
+    assert (found.y.dtype, found.classes, found.labelled) == (torch.int64, 3, False)
+    assert from_tensors(X, Y, X, Y).labelled
+
+
+@pytest.mark.parametrize(
+    ("y", "test_y", "wrong"),
+    [
+        (Y.float() / 0, Y.float(), "some values of y are not finite"),
+        (Y.float(), Y.float()[:, None], r"y is \[\] a training record but \[1\] a test record"),
+        (Y - 100, Y, "labels go from -100 to"),  # a record without any label is none
+        (-Y[:, None].expand(-1, 4) - 1, Y[:, None].expand(-1, 4), "labels go from -3 to -1, but there are 3 classes"),
+    ],
+)
+def test_targets_that_no_loss_takes_are_refused(y, test_y, wrong) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        from_tensors(X, y, X, test_y)
+
+
+def test_an_npz_file_may_hold_validation_records(tmp_path: Path) -> None:
+    pixels = np.zeros((6, 4, 4), np.uint8)
+    parts = {"x_train": pixels, "y_train": Y.numpy(), "x_test": pixels[:2], "y_test": Y[:2].numpy()}
+    np.savez(tmp_path / "a.npz", **parts, x_validation=pixels[:3], y_validation=Y[:3, None].numpy())
+    data = from_folder(tmp_path / "a.npz", mean=(0.5,), std=(0.5,))
+    assert data.validation_x.shape == (3, 1, 4, 4)
+    assert data.validation_x.unique().tolist() == [-1]  # standardised as the others
+    assert torch.equal(data.validation_y, Y[:3])
+    np.savez(tmp_path / "b.npz", **parts, x_validation=pixels[:3])
+    with pytest.raises(ValueError, match="has x_validation alone; give x_validation and y_validation, or neither"):
+        from_folder(tmp_path / "b.npz")
