@@ -49,6 +49,7 @@ class Task:
     ) -> None:
         validate_pure(model, data.x[:2])
         self.device = torch.device(device)
+        self.origin: object | None = None  # how it was built, if a recipe built it
         self.data, self.clients = data, split
         self.loss = LOSSES[loss] if isinstance(loss, str) else loss
         with full_precision():

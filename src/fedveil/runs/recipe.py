@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
-from fedveil import data, models
+from fedveil import data
 from fedveil.core.losses import LOSSES
 from fedveil.core.method import Method
 from fedveil.core.sampling import CohortSampler
@@ -26,14 +26,19 @@ from fedveil.core.setup import settle
 from fedveil.core.spelling import nearest
 from fedveil.core.task import Task
 from fedveil.data import Data
+from fedveil.data.files import data_directory
 from fedveil.methods.fedavg import FedAvg
 from fedveil.runs.fingerprint import fingerprint
+from fedveil.runs.own import find_loss, load_data, make_model
+from fedveil.runs.plugins import is_reference
+from fedveil.runs.toml import written
 from fedveil.runs.weights import load_weights
 
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """Data set, model and loss, by name; the options are those of the data set's and the model's own functions."""
+    """Data set, model and loss, by name or by reference ("my_models:net"); the options are those of the data set's and
+    the model's own functions."""
 
     data: str = "digits"
     model: str = "digits-cnn"
@@ -43,7 +48,7 @@ class TaskSpec:
     model_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.loss not in LOSSES:
+        if self.loss not in LOSSES and not is_reference(self.loss):
             raise ValueError(f"task.loss is '{self.loss}'; use {' or '.join(LOSSES)}")
 
 
@@ -87,8 +92,14 @@ class Recipe:
 
     def build(self, directory: str | Path | None = None, fetch: bool = False, device: str = "cpu") -> Task:
         """Load the data, split it and make the model; all randomness is from the recipe's seed."""
-        loaded = data.load(self.task.data, directory, fetch, **self.task.data_options)
-        return self.on(loaded, device)
+        task = self.on(self.load(directory, fetch), device)
+        task.origin = Origin(self, str(data_directory(directory).absolute()))
+        return task
+
+    def load(self, directory: str | Path | None = None, fetch: bool = False) -> Data:
+        """Load the data only."""
+        seed = Seed.root(self.seed).child("data")
+        return load_data(self.task.data, self.task.data_options, directory, fetch, self.split.clients, seed)
 
     def on(self, loaded: Data, device: str = "cpu") -> Task:
         """The same with data that is loaded already."""
@@ -118,11 +129,11 @@ class Recipe:
         return self._task(own, share, device)
 
     def _task(self, loaded: Data, parts: data.Split, device: str) -> Task:
-        model = models.build(self.task.model, loaded.input, loaded.classes, **self.task.model_options)
-        models.initialise(model, Seed.root(self.seed).child("weights"))
+        seed = Seed.root(self.seed).child("weights")
+        model = make_model(self.task.model, self.task.model_options, loaded.input, loaded.classes, seed)
         if self.task.weights is not None:
             load_weights(model, Path(self.task.weights))
-        return Task(model, loaded, parts, loss=self.task.loss, device=pick_device(device))
+        return Task(model, loaded, parts, loss=find_loss(self.task.loss), device=pick_device(device))
 
     def settled(self, task: Task) -> Recipe:
         """The recipe with a number in place of a noise "auto"."""
@@ -134,7 +145,15 @@ class Recipe:
 
     def toml(self) -> str:
         """The recipe as TOML, every value spelled out; reading it gives the same recipe."""
-        return _toml(_table(self))
+        return written(self)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How a task was built: its recipe, and the folder of the data sets. `fv.run` writes both to a run folder."""
+
+    recipe: Recipe
+    data_dir: str
 
 
 def pick_device(name: str) -> str:
@@ -298,27 +317,3 @@ def _called(hint: Any) -> str:
     if typing.get_origin(hint) in (list, tuple) and typing.get_args(hint)[0] is int:
         return "a list of whole numbers"
     return words.get(typing.get_origin(hint) or hint, str(hint))
-
-
-# ---------------------------------------------------------------------------------------------------- writing
-
-
-def _table(thing: Any) -> dict[str, Any]:
-    table: dict[str, Any] = {"name": thing.name} if hasattr(thing, "registry") else {}
-    for f in dataclasses.fields(thing):
-        value = getattr(thing, f.name)
-        table[f.name] = _table(value) if dataclasses.is_dataclass(value) else value
-    return table
-
-
-def _toml(table: Mapping[str, Any], path: str = "") -> str:
-    lines = [f"[{path}]"] if path else []
-    lines += [f"{k} = {_literal(v)}" for k, v in table.items() if v is not None and not isinstance(v, dict)]
-    parts = ["\n".join(lines)] if len(lines) > bool(path) else []
-    parts += [_toml(v, f"{path}.{k}" if path else k) for k, v in table.items() if isinstance(v, dict) and v]
-    return "\n\n".join(p.rstrip("\n") for p in parts) + "\n"
-
-
-def _literal(value: Any) -> str:
-    """A value in TOML, which reads JSON's except for one character and for pairs of surrogates."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

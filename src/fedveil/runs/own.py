@@ -1,0 +1,131 @@
+"""Models, data and losses of a recipe: built-in ones by name, one's own by reference, as in "my_models:net".
+
+A function of one's own runs while PyTorch's global generator stands at the recipe's seed, so that a run repeats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fedveil import data, models
+from fedveil.core.losses import Loss
+from fedveil.core.seeds import Seed
+from fedveil.data import Data
+from fedveil.data.files import data_directory
+from fedveil.runs.plugins import REFERENCE, imported_object, is_reference
+
+T = TypeVar("T")
+
+
+def make_model(name: str, options: Mapping[str, Any], input: tuple[int, ...], classes: int, seed: Seed) -> nn.Module:
+    """The model of a recipe, with the weights that `seed` draws.
+
+    A built-in model is redrawn by `models.initialise`. A model of one's own keeps the weights that its function gave
+    it, so that pretrained ones stay as they are. The function is given `input`, the shape of a record, and `classes`
+    where it takes parameters of these names.
+    """
+    if is_reference(name):
+        offered = {"input": input, "classes": classes}
+        return _made("task.model", name, imported_object(name, "task.model"), offered, options, nn.Module, seed)
+    model = models.build(name, input, classes, **options)
+    models.initialise(model, seed)
+    return model
+
+
+def load_data(
+    name: str, options: Mapping[str, Any], directory: str | Path | None, fetch: bool, clients: int, seed: Seed
+) -> Data:
+    """The records of a recipe: a named set, a path, or what a function of one's own returns.
+
+    The function is given `directory`, the folder of the data sets, where it takes a parameter of this name. A function
+    with a parameter `partition` returns the records of one party, as in a deployment: it is called for each client,
+    whose number becomes its records' group, and with None for the test records.
+    """
+    if not is_reference(name):
+        return data.load(name, directory, fetch, **options)
+    function, offered = imported_object(name, "task.data"), {"directory": data_directory(directory)}
+    if not by_party(function):
+        return _made("task.data", name, function, offered, options, Data, seed)
+
+    def part(k: int | None) -> Data:
+        own = offered | {"partition": k, "partitions": clients}
+        return _made("task.data", name, function, own, options, Data, seed)
+
+    parts, test = [part(k) for k in range(clients)], part(None)
+    x, y = torch.cat([own.x for own in parts]), torch.cat([own.y for own in parts])
+    groups = torch.cat([torch.full((len(own.x),), k) for k, own in enumerate(parts)])
+    return dataclasses.replace(test, x=x, y=y, groups=groups)
+
+
+def find_loss(name: str) -> str | Loss:
+    """The loss of a recipe: its name, or a function of one's own."""
+    return imported_object(name, "task.loss") if is_reference(name) else name
+
+
+def references(table: Mapping[str, Any], path: str = "") -> dict[str, str]:
+    """The code that a recipe names, and the key that names it: {"my_models:net": "task.model"}. Nothing is imported."""
+    found = dict[str, str]()
+    for key, value in table.items():
+        where = f"{path}.{key}" if path else key
+        if isinstance(value, Mapping) and not key.endswith("_options"):  # options are for a function to read
+            found |= references(value, where)
+        if key != "weights":  # a path
+            texts = value if isinstance(value, list) else [value]
+            found |= {text: where for text in texts if isinstance(text, str) and REFERENCE.fullmatch(text)}
+    return found
+
+
+def by_party(function: Callable[..., Any]) -> bool:
+    """Whether a data function returns the records of one party."""
+    return "partition" in _parameters(function)
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (ValueError, TypeError):  # some built-in functions have none
+        return {}
+
+
+def _made(
+    key: str,
+    name: str,
+    function: Callable[..., Any],
+    offered: Mapping[str, Any],
+    options: Mapping[str, Any],
+    kind: type[T],
+    seed: Seed,
+) -> T:
+    """What the function returns, which must be a `kind`. A ValueError says in one sentence why there is nothing."""
+    told, known = f"{key} is '{name}'", _parameters(function)
+    given = {each: value for each, value in offered.items() if each in known} | dict(options)
+    try:
+        inspect.signature(function).bind(**given)
+    except TypeError as error:
+        names = " and ".join(offered)
+        raise ValueError(f"{told}: {error}; it is given {names} where it takes them, and {key}_options") from None
+    except ValueError:  # no signature
+        pass
+    try:
+        with models.drawing_from(seed):
+            made = function(**given)
+    except Exception as error:  # whatever somebody's function may raise
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(last.filename).name}, line {last.lineno}"
+        raise ValueError(f"{told}, which raised {type(error).__name__} in {where}: {_line(error)}") from error
+    if not isinstance(made, kind):
+        wanted = "an nn.Module" if kind is nn.Module else "a fedveil.Data"
+        raise ValueError(f"{told}, which returned {type(made).__name__}; it must return {wanted}")
+    return made
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or "no message"
