@@ -51,18 +51,27 @@ def load_data(
     """
     if not is_reference(name):
         return data.load(name, directory, fetch, **options)
-    function, offered = imported_object(name, "task.data"), {"directory": data_directory(directory)}
-    if not by_party(function):
-        return _made("task.data", name, function, offered, options, Data, seed)
-
-    def part(k: int | None) -> Data:
-        own = offered | {"partition": k, "partitions": clients}
-        return _made("task.data", name, function, own, options, Data, seed)
-
-    parts, test = [part(k) for k in range(clients)], part(None)
+    if not by_party(name):
+        offered = {"directory": data_directory(directory)}
+        return _made("task.data", name, imported_object(name, "task.data"), offered, options, Data, seed)
+    parts = [load_part(name, options, directory, k, clients, seed) for k in range(clients)]
     x, y = torch.cat([own.x for own in parts]), torch.cat([own.y for own in parts])
     groups = torch.cat([torch.full((len(own.x),), k) for k, own in enumerate(parts)])
+    test = load_part(name, options, directory, None, clients, seed)
     return dataclasses.replace(test, x=x, y=y, groups=groups)
+
+
+def by_party(name: str) -> bool:
+    """Whether a recipe's data are a function of one's own that returns the records of one party."""
+    return is_reference(name) and "partition" in _parameters(imported_object(name, "task.data"))
+
+
+def load_part(
+    name: str, options: Mapping[str, Any], directory: str | Path | None, partition: int | None, clients: int, seed: Seed
+) -> Data:
+    """The records of client `partition`, or of the server (None), of a function that returns those of one party."""
+    offered = {"directory": data_directory(directory), "partition": partition, "partitions": clients}
+    return _made("task.data", name, imported_object(name, "task.data"), offered, options, Data, seed)
 
 
 def find_loss(name: str) -> str | Loss:
@@ -81,11 +90,6 @@ def references(table: Mapping[str, Any], path: str = "") -> dict[str, str]:
             texts = value if isinstance(value, list) else [value]
             found |= {text: where for text in texts if isinstance(text, str) and REFERENCE.fullmatch(text)}
     return found
-
-
-def by_party(function: Callable[..., Any]) -> bool:
-    """Whether a data function returns the records of one party."""
-    return "partition" in _parameters(function)
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -118,8 +122,9 @@ def _made(
         with models.drawing_from(seed):
             made = function(**given)
     except Exception as error:  # whatever somebody's function may raise
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(last.filename).name}, line {last.lineno}"
+        frames = traceback.extract_tb(error.__traceback__)
+        theirs = [frame for frame in frames if frame.filename == inspect.getsourcefile(function)] or frames
+        where = f"{Path(theirs[-1].filename).name}, line {theirs[-1].lineno}"
         raise ValueError(f"{told}, which raised {type(error).__name__} in {where}: {_line(error)}") from error
     if not isinstance(made, kind):
         wanted = "an nn.Module" if kind is nn.Module else "a fedveil.Data"

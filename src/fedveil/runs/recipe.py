@@ -29,7 +29,7 @@ from fedveil.data import Data
 from fedveil.data.files import data_directory
 from fedveil.methods.fedavg import FedAvg
 from fedveil.runs.fingerprint import fingerprint
-from fedveil.runs.own import find_loss, load_data, make_model
+from fedveil.runs.own import by_party, find_loss, load_data, load_part, make_model
 from fedveil.runs.plugins import is_reference
 from fedveil.runs.toml import written
 from fedveil.runs.weights import load_weights
@@ -103,10 +103,25 @@ class Recipe:
 
     def on(self, loaded: Data, device: str = "cpu") -> Task:
         """The same with data that is loaded already."""
-        clients = None if self.split.kind == "natural" else self.split.clients
-        parts = data.split(self.split.kind, loaded, clients, Seed.root(self.seed), **self.split.options)
+        parts = self._split(loaded)
         held = parts.held if self.split.held is None else self._held()
         return self._task(loaded, dataclasses.replace(parts, max_records=self.split.max_records, held=held), device)
+
+    def part(self, partition: int | None, directory: str | Path | None = None) -> Data:
+        """The records of one party of a deployment, client `partition` or the server (None): those that a data function
+        with a parameter `partition` returns, or in a rehearsal a part of data that everybody can read."""
+        if by_party(named := self.task.data):
+            seed = Seed.root(self.seed).child("data")
+            return load_part(named, self.task.data_options, directory, partition, self.split.clients, seed)
+        whole = self.load(directory)
+        if partition is None:
+            return dataclasses.replace(whole, x=whole.test_x, y=whole.test_y, groups=None)
+        own = self._split(whole)[partition]
+        return dataclasses.replace(whole, x=whole.x[own], y=whole.y[own], groups=None)
+
+    def _split(self, loaded: Data) -> data.Split:
+        clients = None if self.split.kind == "natural" else self.split.clients
+        return data.split(self.split.kind, loaded, clients, Seed.root(self.seed), **self.split.options)
 
     def _held(self) -> tuple[tuple[int, ...], ...] | None:
         """The classes of each client, where the recipe says them."""
