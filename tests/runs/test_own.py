@@ -143,6 +143,8 @@ def test_an_own_loss_is_used() -> None:
     [
         ("task.model=not_there:net", r"there is no module 'not_there', .*; check task\.model, or change to the folder"),
         ("task.model=ours:nett", r"task\.model is 'ours:nett', but module 'ours' has no 'nett'; did you mean 'net'\?"),
+        ("task.model=json:net", r"module 'json' \(.*json.__init__\.py\) has no 'net'"),
+        ("task.model=torch:empty", r"'torch:empty', which raised TypeError: empty\(\) missing"),
         ("task.model=ours:NUMBER", r"task\.model is 'ours:NUMBER', but that is of type int; name a function or"),
         ("task.model=ours:", r"task\.model is 'ours:'; write package\.module:function, such as my_models:net"),
         ("task.model=ours:net.x", r"write package\.module:function"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from fedveil.core.losses import Loss
 from fedveil.core.seeds import Seed
 from fedveil.data import Data
 from fedveil.data.files import data_directory
-from fedveil.runs.plugins import REFERENCE, imported_object, is_reference
+from fedveil.runs.plugins import REFERENCE, imported_object, is_reference, module_of
 
 T = TypeVar("T")
 
@@ -122,10 +123,11 @@ def _made(
         with models.drawing_from(seed):
             made = function(**given)
     except Exception as error:  # whatever somebody's function may raise
-        frames = traceback.extract_tb(error.__traceback__)
-        theirs = [frame for frame in frames if frame.filename == inspect.getsourcefile(function)] or frames
-        where = f"{Path(theirs[-1].filename).name}, line {theirs[-1].lineno}"
-        raise ValueError(f"{told}, which raised {type(error).__name__} in {where}: {_line(error)}") from error
+        frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is this one
+        file = getattr(sys.modules[module_of(name)], "__file__", None)
+        theirs = [frame for frame in frames if frame.filename == file] or frames
+        where = f" in {Path(theirs[-1].filename).name}, line {theirs[-1].lineno}" if theirs else ""
+        raise ValueError(f"{told}, which raised {type(error).__name__}{where}: {_line(error)}") from error
     if not isinstance(made, kind):
         wanted = "an nn.Module" if kind is nn.Module else "a fedveil.Data"
         raise ValueError(f"{told}, which returned {type(made).__name__}; it must return {wanted}")

@@ -103,7 +103,9 @@ def imported_object(reference: str, key: str = "the reference") -> Callable[...,
         raise ValueError(f"{told}, but no other process can import a script that runs; move {name} to another file")
     space = _import(module, f"check {key}")
     if not hasattr(space, name):
-        raise ValueError(f"{told}, but module '{module}' has no '{name}'{nearest(name, public(space))}")
+        file = Path(getattr(space, "__file__", None) or "a built-in module")
+        whose = "" if file.parent == Path.cwd() else f" ({file})"  # another one of this name may be meant
+        raise ValueError(f"{told}, but module '{module}'{whose} has no '{name}'{nearest(name, public(space))}")
     thing: Any = getattr(space, name)
     if not callable(thing):
         raise ValueError(f"{told}, but that is of type {type(thing).__name__}; name a function or a class")
