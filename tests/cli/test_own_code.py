@@ -115,6 +115,14 @@ def test_a_strangers_folder_calls_nothing(home: Path, model: str) -> None:
     assert not (home / "imported").exists()
 
 
+def test_nobody_is_told_to_type_what_is_no_module(home: Path) -> None:
+    good("run", "digits/fedavg", "--set", "rounds=1", "--out", "out")
+    text = (home / "out" / "environment.json").read_text().replace('"imports": null', '"imports": ["x; touch y"]')
+    (home / "out" / "environment.json").write_text(text)
+    told = "fedveil: out/environment.json is damaged: 'x; touch y' is no name of a module\n"
+    assert fv("resume", "out", "--rounds", "3").stderr == told
+
+
 # ---------------------------------------------------------------------------------------------------- from Python
 
 

@@ -82,11 +82,13 @@ def test_reading_a_recipe_imports_nothing() -> None:
     found = plan("task.loss=ours:loss")
     assert recipe.read(str(_write(found))) == found
     assert "ours" not in sys.modules
-    assert references({"task": vars(found.task), "method": {"up": {"a": [1, "my.own:codec"]}}}) == {
+    deep = {"up": {"a": [1, {"name": "my.own:codec", "note": "12:30", "path": "a/b:c"}]}}
+    task = vars(found.task) | {"weights": "runs:mine", "data_options": {"column": "age:years"}}
+    assert references({"task": task, "method": deep}) == {
         "ours:load": "task.data",
         "ours:net": "task.model",
         "ours:loss": "task.loss",
-        "my.own:codec": "method.up.a",
+        "my.own:codec": "method.up.a.name",
     }
 
 

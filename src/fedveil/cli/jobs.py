@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import tomllib
@@ -35,7 +36,7 @@ from fedveil.runs.fingerprint import environment, validate_same
 from fedveil.runs.folder import DEPLOYED, RunFolder, tallied
 from fedveil.runs.origin import Where
 from fedveil.runs.own import references
-from fedveil.runs.plugins import imported, is_reference, module_of
+from fedveil.runs.plugins import MODULE, imported, is_reference, module_of
 from fedveil.runs.recipe import Recipe
 
 PICTURED = 5000  # clients of a split that is worth a picture
@@ -213,6 +214,8 @@ class Job:
 
 def _validate_allowed(path: Path, modules: list[str], given: Recipe | None) -> None:
     """Raise a ValueError if the run in `path` needs code that nobody has asked for on this command line."""
+    if strange := [module for module in modules if not re.fullmatch(MODULE, module)]:  # nobody should type these
+        raise ValueError(f"{path / 'environment.json'} is damaged: {strange[0]!r} is no name of a module")
     named = references(recipe.tables(str(path / "recipe.toml")))
     allowed = {*imported, *map(module_of, references(tomllib.loads(given.toml())) if given else ())}
     needed = [module for module in modules if module not in sys.modules]  # one that is there runs nothing again

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+from torch import nn
 
 from fedveil.core.losses import LOSSES
 from fedveil.core.task import Task
@@ -17,6 +18,7 @@ from fedveil.data.files import data_directory
 from fedveil.runs.fingerprint import environment
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.recipe import Origin, Recipe, SplitSpec, TaskSpec
+from fedveil.runs.toml import written
 
 
 class Where(msgspec.Struct, frozen=True):
@@ -50,7 +52,8 @@ def describe(home: RunFolder, task: Task, where: Where, why: str, settings: dict
         plan = dataclasses.replace(built or Recipe(), **settings)
         text = (plan if built else dataclasses.replace(plan, task=_task(task), split=_split(task))).toml()
     except (TypeError, ValueError) as error:  # a function as a setting, or a number that no recipe takes
-        why, text = why or f"its settings cannot be written ({error})", f'[method]\nname = "{method.name}"\n'
+        why = why or f"its settings cannot be written ({' '.join(str(error).split())})"
+        text = written({"task": {"model": _named(task.model)}, "method": {"name": method.name}})
     if why and (home.path / "recipe.toml").exists():
         return  # what the command line has written is worth more
     data_dir = origin.data_dir if isinstance(origin, Origin) else str(data_directory(None).absolute())
@@ -84,12 +87,14 @@ def _modules(thing: Any) -> Iterator[str]:
 
 def _task(task: Task) -> TaskSpec:
     """A task's objects by their names, which no recipe can use."""
-    model, loss = type(task.model), task.loss
-    known = [name for name, function in LOSSES.items() if function is loss]
-    whose = getattr(loss, "__qualname__", type(loss).__qualname__)
-    named = known[0] if known else f"python:{whose}"
-    return TaskSpec(task.data.name, f"{model.__module__}.{model.__qualname__}", named)
+    known = [name for name, function in LOSSES.items() if function is task.loss]
+    loss = known[0] if known else f"python:{getattr(task.loss, '__qualname__', type(task.loss).__qualname__)}"
+    return TaskSpec(data=task.data.name, model=_named(task.model), loss=loss)
+
+
+def _named(model: nn.Module) -> str:
+    return f"{type(model).__module__}.{type(model).__qualname__}"
 
 
 def _split(task: Task) -> SplitSpec:
-    return SplitSpec(task.clients.kind, len(task.clients), max_records=task.clients.max_records)
+    return SplitSpec(kind=task.clients.kind, clients=len(task.clients), max_records=task.clients.max_records)

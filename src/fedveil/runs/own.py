@@ -80,16 +80,19 @@ def find_loss(name: str) -> str | Loss:
     return imported_object(name, "task.loss") if is_reference(name) else name
 
 
-def references(table: Mapping[str, Any], path: str = "") -> dict[str, str]:
-    """The code that a recipe names, and the key that names it: {"my_models:net": "task.model"}. Nothing is imported."""
+def references(value: Any, key: str = "") -> dict[str, str]:
+    """The code that a recipe's tables name, and the key that names it, as in {"my_models:net": "task.model"}.
+
+    Nothing is imported. Options are left out, since a function of one's own reads them; so are paths of weights.
+    """
+    if isinstance(value, str):
+        return {value: key} if REFERENCE.fullmatch(value) and key != "task.weights" else {}
     found = dict[str, str]()
-    for key, value in table.items():
-        where = f"{path}.{key}" if path else key
-        if isinstance(value, Mapping) and not key.endswith("_options"):  # options are for a function to read
-            found |= references(value, where)
-        if key != "weights":  # a path
-            texts = value if isinstance(value, list) else [value]
-            found |= {text: where for text in texts if isinstance(text, str) and REFERENCE.fullmatch(text)}
+    for name, part in value.items() if isinstance(value, Mapping) else ():
+        if key != "task" or not name.endswith("_options"):
+            found |= references(part, f"{key}.{name}" if key else name)
+    for part in value if isinstance(value, list) else ():
+        found |= references(part, key)
     return found
 
 

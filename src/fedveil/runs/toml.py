@@ -9,8 +9,8 @@ from typing import Any
 
 
 def written(thing: Any) -> str:
-    """A dataclass of settings as TOML; None is left out, and a part of a registry has its name."""
-    return _toml(_table(thing))
+    """A table or a dataclass of settings as TOML; None is left out, and a part of a registry has its name."""
+    return _toml(thing if isinstance(thing, Mapping) else _table(thing))
 
 
 def _table(thing: Any) -> dict[str, Any]:
