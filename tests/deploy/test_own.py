@@ -56,7 +56,8 @@ def inside(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sys, "path", [str(folder), *(part for part in sys.path if part != str(folder.parent))])
-        patch.delitem(sys.modules, "hospital", raising=False)
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("app", "hospital")]:
+            patch.delitem(sys.modules, name)
         yield
 
 
