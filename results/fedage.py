@@ -28,7 +28,7 @@ import torch
 
 import fedveil as fv
 from fedveil import data
-from fedveil.cli.jobs import Job, Where
+from fedveil.cli.jobs import Job
 from fedveil.codecs import autoencoder
 from fedveil.codecs.autoencoder import Code, Pair
 from fedveil.codecs.autoencoder import errors as errors_of
@@ -38,6 +38,7 @@ from fedveil.core.seeds import Seed
 from fedveil.report.figures import densities, svg
 from fedveil.runs import recipe
 from fedveil.runs.fingerprint import environment
+from fedveil.runs.origin import Where
 
 GRID = [  # b, s; each for every cohort
     *((block, 64) for block in (16, 64, 256)),

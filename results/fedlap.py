@@ -24,9 +24,10 @@ import msgspec
 import torch
 
 from fedveil import data
-from fedveil.cli.jobs import Job, Where, holds_run
+from fedveil.cli.jobs import Job, holds_run
 from fedveil.runs import recipe
 from fedveil.runs.fingerprint import environment
+from fedveil.runs.origin import Where
 from fedveil.runs.recipe import Recipe
 
 CLEAR = {  # name: recipe of a data set's folder, changes

@@ -82,9 +82,13 @@ def registries():
 @pytest.mark.parametrize("page", [page for page in PAGES if fenced(page, "python")], ids=name_of)
 def test_the_python_on_a_page_runs(page, tmp_path, monkeypatch, registries):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     module = types.ModuleType(f"documented_{page.stem.replace('-', '_')}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for block in fenced(page, "python"):
+        if file := re.match(r"# (\w+)\.py\n", block):  # a recipe may name what is in it
+            (tmp_path / f"{file[1]}.py").write_text(block)
+            monkeypatch.delitem(sys.modules, file[1], raising=False)
         exec(compile(block, name_of(page), "exec"), module.__dict__)
     for block in fenced(page, "toml"):  # it may name what the page defines
         (tmp_path / "own.toml").write_text(block)

@@ -44,7 +44,7 @@ from fedveil.privacy import SecureSum
 from fedveil.privacy.dpsgd import DpSgd
 from fedveil.privacy.users import UserLevel
 from fedveil.runs.plugins import load_plugins
-from fedveil.runs.recipe import Recipe
+from fedveil.runs.recipe import Recipe, SplitSpec, TaskSpec
 from fedveil.train.aggregators import Aggregator
 from fedveil.train.local import LocalTraining
 from fedveil.train.optimizers import ServerOptimizer
@@ -99,8 +99,10 @@ __all__ = [
     "ServerOptimizer",
     "Slots",
     "Split",
+    "SplitSpec",
     "State",
     "Task",
+    "TaskSpec",
     "Tiers",
     "Tofu",
     "TofuCodec",

@@ -9,6 +9,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+import torch
 from torch import Tensor
 
 from fedveil.core.cohort import Engine
@@ -36,6 +38,7 @@ from fedveil.core.task import Task
 from fedveil.engines.local import LocalEngine
 from fedveil.runs.fingerprint import decided, validate_same
 from fedveil.runs.folder import RunFolder
+from fedveil.runs.origin import Where, describe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -68,7 +71,8 @@ def run(
     target:   stop when the task's primary metric on the test records reaches it: at least, or at most if less is better
     early_stopping: stop when that metric on the validation records has not improved in so many evaluations
     patience: stop when so many rounds in a row had no answer that could be used
-    folder:   where ledger and checkpoints go; a folder that holds a checkpoint is continued from it
+    folder:   where ledger and checkpoints go; a folder that holds a checkpoint is continued from it. If a recipe built
+              the task (`Recipe.build`), the command line can go on with the folder
     observer: called with each round's `Row` as it is written
     progress: tell on stderr how far the run is: the round, the metric, the bytes and the time that is left
     stop:     asked after each round; True ends the run there
@@ -95,6 +99,11 @@ def run(
             validate_same(home.path, saved.decided, home.decided)
             state, done = moved(saved.state, task.device), saved.round
             federation.clients.memory.entries = saved.memory
+        if home and home is not folder:  # whoever hands over an open folder has described it
+            settings: dict[str, Any] = {"rounds": rounds, "seed": seed, "cohort": sampler, "method": method}
+            settings |= {"evaluate_every": evaluate_every, "target": target, "early_stopping": early_stopping}
+            where, why = _where(task, engine, seed, insecure_test_noise, identities)
+            describe(home, task, where, why, settings)
         ledger = home.ledger(done) if home else Ledger()
         observers = [observer] if observer else []
         if progress:
@@ -166,6 +175,22 @@ class _Best:
         self.value, self.kept = value, Best(row.round, value, weights.cpu().clone())
         if self.home:
             self.home.keep_best(run, row.round, self.kept.weights)
+
+
+def _where(
+    task: Task, engine: Engine, seed: int, noise: int | None, identities: Identities | None
+) -> tuple[Where, str]:
+    """The options with which the command line would go on, and why it cannot, if it cannot."""
+    here = Where(
+        "", str(task.device), None, None, torch.get_num_threads(), False, noise is not None, type(engine).__name__
+    )
+    if type(engine) is not LocalEngine:
+        return here, f"its engine is {type(engine).__name__}"
+    local = {"stack": engine.stack, "workers": engine.lanes(task), "debug": engine.debug, "compile": engine.compile}
+    here = msgspec.structs.replace(here, engine="local", **local)
+    if identities is not None or noise not in (None, seed):
+        return here, "the command line has no identities and fixes test noise at the seed only"
+    return here, ""
 
 
 def plot(result: Result) -> Figure:

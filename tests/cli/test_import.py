@@ -1,4 +1,4 @@
-"""--import brings somebody's own method to every command, and a run folder remembers it."""
+"""--import brings somebody's own method to every command; a run folder names it, and imports nothing by itself."""
 
 import json
 import os
@@ -77,7 +77,9 @@ def command(home: Path, *args: str, code: int = 0) -> str:
 def test_a_run_of_ones_own_method_is_resumed_and_reported(home: Path) -> None:
     command(home, "run", "mine.toml", "--import", "mymethod", "--out", "out")
     assert json.loads((home / "out" / "environment.json").read_text())["imports"] == ["mymethod"]
-    again = json.loads(command(home, "resume", "out", "--rounds", "2", "--format", "json"))
+    told = command(home, "resume", "out", "--rounds", "2", code=2)
+    assert told == "fedveil: out needs code that is not fedveil's; if you trust it, add --import mymethod\n"
+    again = json.loads(command(home, "resume", "out", "--rounds", "2", "--format", "json", "--import", "mymethod"))
     assert (again["method"], again["rounds"]) == ("mine", 2)
     good("report", "out", "-o", "page.html")
     assert "mymethod" in (home / "page.html").read_text()
@@ -89,7 +91,8 @@ def test_a_run_whose_module_is_elsewhere_is_told(home: Path, monkeypatch: pytest
     sys.path.remove(str(home))
     (home / "elsewhere").mkdir()
     monkeypatch.chdir(home / "elsewhere")
-    assert "there is no module 'mymethod', neither installed nor in" in fv("resume", "../out", "--rounds", "3").stderr
+    told = fv("resume", "../out", "--rounds", "3", "--import", "mymethod").stderr
+    assert "there is no module 'mymethod', neither installed nor in" in told
 
 
 def test_a_method_is_unknown_until_its_module_is_imported(home: Path) -> None:

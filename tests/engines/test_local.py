@@ -5,11 +5,12 @@ import pytest
 import torch
 
 import fedveil as fv
-from fedveil.cli.jobs import Job, Where
+from fedveil.cli.jobs import Job
 from fedveil.engines import LocalEngine
 from fedveil.engines.local import LARGE, ClientFailure
 from fedveil.gpu.context import current
 from fedveil.runs import recipe
+from fedveil.runs.origin import Where
 from toys import linear_task
 
 

@@ -60,8 +60,10 @@ def test_a_folder_holds_its_ledger_and_the_last_two_checkpoints(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "checkpoint-00000003.fv",
         "checkpoint-00000004.fv",
+        "environment.json",
         "ledger.jsonl",
         "lock",
+        "recipe.toml",
     ]
     assert KEPT == 2
 
@@ -105,7 +107,9 @@ def test_each_file_reaches_the_disk_before_its_name_and_the_ledger_before_the_ch
     monkeypatch.setattr(os, "fsync", told_fsync)
     monkeypatch.setattr(os, "replace", told_replace)
     train(tmp_path, rounds=1)
-    assert calls == [
+    described = [call for call in calls[:6] if call[1] != tmp_path.name]
+    assert [name for _, name in described[1::2]] == ["recipe.toml", "environment.json"]
+    assert calls[6:] == [
         ("fsync", "ledger.jsonl.new"),
         ("replace", "ledger.jsonl"),
         ("fsync", tmp_path.name),

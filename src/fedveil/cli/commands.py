@@ -14,7 +14,7 @@ import typer
 from fedveil import data
 from fedveil.cli import show
 from fedveil.cli.interrupt import INTERRUPTED, Interrupt
-from fedveil.cli.jobs import Job, Where, choose, holds_run
+from fedveil.cli.jobs import Job, choose, holds_run
 from fedveil.cli.options import (
     Compile,
     DataDir,
@@ -42,6 +42,7 @@ from fedveil.core.setup import settled_like
 from fedveil.core.version import __version__
 from fedveil.runs import recipe
 from fedveil.runs.cost import cost as foretell
+from fedveil.runs.origin import Where
 from fedveil.runs.plugins import import_modules, imported, load_plugins
 from fedveil.runs.recipe import Recipe
 
@@ -226,7 +227,7 @@ def _job(path: Path, plan: Recipe, where: Where) -> Job:
     """The run of `plan` in `path`: the one that is there, or a new one."""
     if not holds_run(path):
         return Job.new(path, plan, where)
-    job = Job.held(path)
+    job = Job.held(path, plan)
     if job.recipe != dataclasses.replace(plan, method=settled_like(plan.method.over(plan.rounds), job.recipe.method)):
         raise ValueError(f"{path} holds a run of another recipe; choose another --out or delete that folder")
     return job
@@ -246,12 +247,15 @@ def cost(
     fetch: Fetch = False,
     format: Shown = Format.table,
 ) -> None:
-    """Forecast the cost of RECIPE without training.
+    """Forecast the cost of RECIPE, or of the run in a folder, without training.
 
     The bytes are exact if every client answers.
 
     Example: fedveil cost digits/tofu --set method.up.points=16
     """
+    if source not in recipe.names() and Path(source).is_dir():
+        data_dir = data_dir or Path(Job.held(Path(source)).where.data_dir)
+        source = str(Path(source) / "recipe.toml")
     plan = recipe.read(source, changes or ())
     told = foretell(plan.build(data_dir, fetch), plan)
     if format is Format.json:

@@ -33,6 +33,8 @@ def init(
     folder: Annotated[Path, argument("DIR")],
     source: Annotated[str, option("--recipe", "RECIPE", "Recipe to deploy; default: digits/fedavg.")] = "digits/fedavg",
     changes: Sets = None,
+    model: Annotated[str | None, option("--model", "MODEL", "Name, or your own as my_file:function.")] = None,
+    data: Annotated[str | None, option("--data", "DATA", "Name or path, or your own as my_file:function.")] = None,
     clients: Annotated[int, option("--clients", "N", "Number of clients; default: 3.")] = 3,
 ) -> None:
     """Write a Flower app, certificates, node keys and an nginx configuration to DIR.
@@ -41,7 +43,9 @@ def init(
     """
     from fedveil.deploy import scaffold
 
-    scaffold.init(folder, recipe.read(source, changes or ()), clients)
+    own = [f"task.{key}={value}" for key, value in (("model", model), ("data", data)) if value is not None]
+    for sentence in scaffold.init(folder, recipe.read(source, [*(changes or ()), *own]), clients):
+        say(sentence)
     say(
         f"{folder} is written; 'fedveil deploy rehearse {folder}' runs it, and {folder / 'README.md'} says what is next"
     )

@@ -25,6 +25,7 @@ from fedveil.core.method import METHODS, Method
 from fedveil.core.spelling import nearest
 from fedveil.runs import recipe
 from fedveil.runs.recipe import Recipe
+from fedveil.runs.typed import keys, section
 
 
 def list_(
@@ -138,8 +139,8 @@ def _typed(thing: Any, path: str) -> Iterator[tuple[str, str]]:
     for key, value in _keys(thing, path):
         shown = str(value).lower() if value is None or isinstance(value, bool) else f"{value}" or '""'
         name = key.removeprefix(f"{path}.")
-        if value is None and "." not in name and (table := recipe.section(type(thing), name)):
-            shown = f"none, or its {', '.join(recipe.keys(table))}"
+        if value is None and "." not in name and (table := section(type(thing), name)):
+            shown = f"none, or its {', '.join(keys(table))}"
         yield f"  {key}", shown
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
+import tomllib
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -31,27 +33,13 @@ from fedveil.runs import recipe
 from fedveil.runs.checkpoint import RunError, Saved, first_rows, newest
 from fedveil.runs.fingerprint import environment, validate_same
 from fedveil.runs.folder import DEPLOYED, RunFolder, tallied
-from fedveil.runs.plugins import import_modules, imported
+from fedveil.runs.origin import Where
+from fedveil.runs.own import references
+from fedveil.runs.plugins import MODULE, imported, is_reference, module_of
 from fedveil.runs.progress import Watch
 from fedveil.runs.recipe import Recipe
 
 PICTURED = 5000  # clients of a split that is worth a picture
-
-
-class Where(msgspec.Struct, frozen=True):
-    """What a run depends on besides its recipe, as far as the user decides it; `resume` reads it again."""
-
-    data_dir: str
-    device: str
-    stack: int | None
-    workers: int | None
-    threads: int
-    debug: bool
-    insecure_test_noise: bool
-    engine: str = "local"
-    ray_address: str | None = None
-    compile: bool = False
-    imports: list[str] | None = None  # modules of --import
 
 
 def choose(
@@ -100,8 +88,12 @@ class Job:
         return Job(path, plan, environment(command=command, **msgspec.structs.asdict(where)))
 
     @staticmethod
-    def held(path: Path) -> Job:
-        """The job that a folder holds. A folder that holds none is a ValueError."""
+    def held(path: Path, given: Recipe | None = None) -> Job:
+        """The job that a folder holds. A folder that holds none is a ValueError.
+
+        A folder does not decide what is imported: code that it names must come from --import, or from the recipe
+        `given` on the command line.
+        """
         for name in ("recipe.toml", "environment.json"):
             if not (path / name).is_file():
                 raise ValueError(f"{path} holds no run that could be resumed: there is no {name} in it")
@@ -110,8 +102,9 @@ class Job:
             if known.get("engine") == DEPLOYED:
                 told = f"{path} is the run of a deployment, whose records are elsewhere"
                 raise ValueError(f"{told}; it goes on when its app is started again")
-            modules = msgspec.convert(known.get("imports") or [], list[str])
-            import_modules(modules)  # before anything of theirs is read
+            if why := known.get("only_python"):
+                raise ValueError(f"{path} was made by fv.run, and only fv.run can go on with it: {why}")
+            _validate_allowed(path, msgspec.convert(known.get("imports") or [], list[str]), given)
             saved = newest(path)
             rows = first_rows(path, saved.round if saved else 0)
             msgspec.convert(known, Where)
@@ -148,9 +141,10 @@ class Job:
     def data(self, fetch: bool, loaded: dict[str, data.Data]) -> data.Data:
         """The job's data set, read once for all jobs that share `loaded`."""
         task, directory = self.recipe.task, self.where.data_dir
-        key = repr((task.data, task.data_options, directory))
+        clients = is_reference(task.data) and self.recipe.split.clients  # a function may be called for each of them
+        key = repr((task.data, task.data_options, directory, self.recipe.seed if clients else 0, clients))
         if key not in loaded:
-            loaded[key] = data.load(task.data, directory, fetch, **task.data_options)
+            loaded[key] = self.recipe.load(directory, fetch)
         return loaded[key]
 
     def train(self, task: Task, stop: Callable[[], bool]) -> None:
@@ -220,6 +214,20 @@ class Job:
         engine = LocalEngine(where.stack, where.workers, where.debug, where.compile)
         self.environment = {**self.environment, "workers": engine.lanes(task)}  # a resume elsewhere needs as many
         return nullcontext(engine)
+
+
+def _validate_allowed(path: Path, modules: list[str], given: Recipe | None) -> None:
+    """Raise a ValueError if the run in `path` needs code that nobody has asked for on this command line."""
+    if strange := [module for module in modules if not re.fullmatch(MODULE, module)]:  # nobody should type these
+        raise ValueError(f"{path / 'environment.json'} is damaged: {strange[0]!r} is no name of a module")
+    named = references(recipe.tables(str(path / "recipe.toml")))
+    allowed = {*imported, *map(module_of, references(tomllib.loads(given.toml())) if given else ())}
+    needed = [module for module in modules if module not in sys.modules]  # one that is there runs nothing again
+    needed += [module for module in map(module_of, named) if module not in allowed]
+    if needed:
+        calls = "".join(f", {key} is '{each}'" for each, key in named.items() if module_of(each) in needed)
+        options = " ".join(f"--import {module}" for module in dict.fromkeys(needed))
+        raise ValueError(f"{path} needs code that is not fedveil's{calls}; if you trust it, add {options}")
 
 
 def _picture(task: Task, path: Path) -> None:

@@ -70,6 +70,7 @@ class Task:
         batchnorm.require_statistics(model)
         self.norms = batchnorm.find(model, names, batch_norm)
         self.device = torch.device(device)
+        self.origin: object | None = None  # how it was built, if a recipe built it
         self.data, self.clients = data, split
         self.loss = loss_by_name(loss, loss_options) if isinstance(loss, str) else loss
         validate_targets(self.loss, data)

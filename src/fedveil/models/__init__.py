@@ -28,6 +28,7 @@ __all__ = [
     "LeNet5",
     "McMahanCNN",
     "build",
+    "drawing_from",
     "initialise",
     "names",
 ]
@@ -69,7 +70,7 @@ def build(name: str, input: tuple[int, ...], classes: int, **options: object) ->
         if type(value) is not type(defaults[option]):
             kind = type(defaults[option]).__name__
             raise ValueError(f"option {option!r} of model {name!r} must be of type {kind}, not {value!r}")
-    with _drawing_from(Seed.root(0)):
+    with drawing_from(Seed.root(0)):
         return MODELS[name](input, classes, **options)
 
 
@@ -82,7 +83,7 @@ def initialise(model: nn.Module, seed: Seed) -> None:
     """
     if any(weight.device.type != "cpu" for weight in model.parameters()):
         raise ValueError("initialise a model on the CPU and move it afterwards: other devices draw other numbers")
-    with _drawing_from(seed):
+    with drawing_from(seed):
         for module in model.modules():
             reset = getattr(module, "reset_parameters", None)
             if callable(reset):
@@ -90,7 +91,8 @@ def initialise(model: nn.Module, seed: Seed) -> None:
 
 
 @contextmanager
-def _drawing_from(seed: Seed) -> Iterator[None]:
+def drawing_from(seed: Seed) -> Iterator[None]:
+    """Let PyTorch's global generator on the CPU stand at `seed`; afterwards it stands where it stood."""
     with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed, which would seed the accelerators' generators too and leave them so.
         torch.set_rng_state(seed.torch().get_state())

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import tomllib
-import types
-import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
-from fedveil import data, models
-from fedveil.core.losses import LOSSES, loss_by_name, outputs_of
+from fedveil import data
+from fedveil.core.losses import loss_by_name, outputs_of
 from fedveil.core.method import Method
 from fedveil.core.metrics import DEFAULTS, Primary, metrics_of, primary_of
 from fedveil.core.sampling import CohortSampler
@@ -28,15 +23,21 @@ from fedveil.core.spelling import nearest
 from fedveil.core.task import Task
 from fedveil.core.version import ADDED
 from fedveil.data import Data
+from fedveil.data.files import data_directory
 from fedveil.methods.fedavg import FedAvg
 from fedveil.runs.fingerprint import fingerprint
-from fedveil.runs.unset import NONE, optional, types_of, unset
+from fedveil.runs.own import by_party, find_loss, find_metrics, load_data, load_part, make_model
+from fedveil.runs.plugins import is_reference
+from fedveil.runs.toml import written
+from fedveil.runs.typed import typed
+from fedveil.runs.unset import NONE
 from fedveil.runs.weights import load_weights
 
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """Data set, model and loss, by name; the options are those of the data set's and the model's own functions."""
+    """Data set, model and loss, by name or by reference ("my_models:net"); the options are those of the data set's and
+    the model's own functions."""
 
     data: str = "digits"
     model: str = "digits-cnn"
@@ -47,23 +48,21 @@ class TaskSpec:
     data_options: dict[str, Any] = field(default_factory=dict)
     model_options: dict[str, Any] = field(default_factory=dict)
     loss_options: dict[str, Any] | None = field(default=None, metadata=ADDED)
-    metrics: tuple[str, ...] = field(
-        default=(), metadata=ADDED
-    )  # the first is the primary one; none: as the loss suits
+    metrics: tuple[str, ...] = field(default=(), metadata=ADDED)  # the primary one first; none: as the loss suits
     validation: float = field(default=0.0, metadata=ADDED)  # share of the training records that is held out
 
     def __post_init__(self) -> None:
-        if self.loss not in LOSSES:
-            raise ValueError(f"task.loss is '{self.loss}'; use {' or '.join(LOSSES)}")
-        loss_by_name(self.loss, self.loss_options)
-        metrics_of(self.metrics)
+        if not is_reference(self.loss):
+            loss_by_name(self.loss, self.loss_options)
+        metrics_of([name for name in self.metrics if not is_reference(name)])
         if not 0 <= self.validation < 1:
             raise ValueError(f"task.validation is {self.validation:g}; use a share of the records from 0 to below 1")
 
     @property
     def primary(self) -> Primary:
         """The primary metric, as far as it follows from the recipe."""
-        return primary_of([*self.metrics, *DEFAULTS.get(self.loss, ("accuracy",))][0])
+        first = [*self.metrics, *DEFAULTS.get(self.loss, ("accuracy",))][0]
+        return Primary(first.partition(":")[2]) if is_reference(first) else primary_of(first)
 
 
 @dataclass(frozen=True)
@@ -109,17 +108,38 @@ class Recipe:
 
     def build(self, directory: str | Path | None = None, fetch: bool = False, device: str = "cpu") -> Task:
         """Load the data, split it and make the model; all randomness is from the recipe's seed."""
-        loaded = data.load(self.task.data, directory, fetch, **self.task.data_options)
-        return self.on(loaded, device)
+        task = self.on(self.load(directory, fetch), device)
+        task.origin = Origin(self, str(data_directory(directory).absolute()))
+        return task
+
+    def load(self, directory: str | Path | None = None, fetch: bool = False) -> Data:
+        """Load the data only."""
+        seed = Seed.root(self.seed).child("data")
+        return load_data(self.task.data, self.task.data_options, directory, fetch, self.split.clients, seed)
 
     def on(self, loaded: Data, device: str = "cpu") -> Task:
         """The same with data that is loaded already."""
         if self.task.validation:
             loaded = data.hold_out(loaded, self.task.validation, Seed.root(self.seed))
-        clients = None if self.split.kind == "natural" else self.split.clients
-        parts = data.split(self.split.kind, loaded, clients, Seed.root(self.seed), **self.split.options)
+        parts = self._split(loaded)
         held = parts.held if self.split.held is None else self._held()
         return self._task(loaded, dataclasses.replace(parts, max_records=self.split.max_records, held=held), device)
+
+    def part(self, partition: int | None, directory: str | Path | None = None) -> Data:
+        """The records of one party of a deployment, client `partition` or the server (None): those that a data function
+        with a parameter `partition` returns, or in a rehearsal a part of data that everybody can read."""
+        if by_party(named := self.task.data):
+            seed = Seed.root(self.seed).child("data")
+            return load_part(named, self.task.data_options, directory, partition, self.split.clients, seed)
+        whole = self.load(directory)
+        if partition is None:
+            return dataclasses.replace(whole, x=whole.test_x, y=whole.test_y, groups=None)
+        own = self._split(whole)[partition]
+        return dataclasses.replace(whole, x=whole.x[own], y=whole.y[own], groups=None)
+
+    def _split(self, loaded: Data) -> data.Split:
+        clients = None if self.split.kind == "natural" else self.split.clients
+        return data.split(self.split.kind, loaded, clients, Seed.root(self.seed), **self.split.options)
 
     def _held(self) -> tuple[tuple[int, ...], ...] | None:
         """The classes of each client, where the recipe says them."""
@@ -149,9 +169,8 @@ class Recipe:
         return self._task(own, share, device)
 
     def _task(self, loaded: Data, parts: data.Split, device: str) -> Task:
-        loss = loss_by_name(self.task.loss, self.task.loss_options)
-        model = models.build(self.task.model, loaded.input, outputs_of(loss, loaded), **self.task.model_options)
-        models.initialise(model, Seed.root(self.seed).child("weights"))
+        loss, seed = find_loss(self.task.loss, self.task.loss_options), Seed.root(self.seed).child("weights")
+        model = make_model(self.task.model, self.task.model_options, loaded.input, outputs_of(loss, loaded), seed)
         if self.task.weights is not None:
             load_weights(model, Path(self.task.weights), self.task.trainable)
         return Task(
@@ -159,7 +178,7 @@ class Recipe:
             loaded,
             parts,
             loss=loss,
-            metrics=self.task.metrics,
+            metrics=find_metrics(self.task.metrics),
             trainable=self.task.trainable,
             batch_norm=self.task.batch_norm,
             device=pick_device(device),
@@ -175,7 +194,15 @@ class Recipe:
 
     def toml(self) -> str:
         """The recipe as TOML, every value spelled out; reading it gives the same recipe."""
-        return _toml(_table(self))
+        return written(self)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How a task was built: its recipe, and the folder of the data sets. `fv.run` writes both to a run folder."""
+
+    recipe: Recipe
+    data_dir: str
 
 
 def pick_device(name: str) -> str:
@@ -212,7 +239,7 @@ def read(source: str, changes: Iterable[str] = ()) -> Recipe:
 
 def parse(table: Mapping[str, Any]) -> Recipe:
     """A recipe from nested tables. A wrong key or value is one sentence that names it."""
-    recipe: Recipe = _build(Recipe, table, "")
+    recipe: Recipe = typed(Recipe, table)
     return recipe
 
 
@@ -261,111 +288,3 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         return text
-
-
-def _build(kind: type[Any], table: Any, path: str) -> Any:
-    """An instance of a dataclass from a table, field by field."""
-    if not isinstance(table, Mapping):
-        raise ValueError(f"'{path}' holds several keys ({', '.join(keys(kind))}); write '{path}.KEY'")
-    table = dict(table)
-    if hasattr(kind, "registry"):
-        what = next(base for base in kind.__mro__ if "registry" in vars(base)).__name__.lower()
-        registry = kind.registry
-        name = str(table.pop("name", getattr(kind, "name", None)))
-        if name not in registry:
-            own = "; one of your own needs --import MODULE"
-            raise ValueError(f"there is no {what} '{name}'{nearest(name, registry)}{own}")
-        kind = registry[name]
-    known, hints = keys(kind), types_of(kind)
-    given: dict[str, Any] = {}
-    for key, value in table.items():
-        where = f"{path}.{key}" if path else key
-        if key not in known:
-            raise ValueError(_lacking(kind, key, where) or f"unknown key '{where}'{nearest(key, known, path)}")
-        value, under = unset(value, hints[key]), section(kind, key)
-        if under and not (value is None and optional(hints[key])):
-            given[key] = _build(under, value, where)
-            continue
-        try:
-            given[key] = None if value is None and optional(hints[key]) else msgspec.convert(value, hints[key])
-        except msgspec.ValidationError:
-            raise ValueError(
-                f"'{where}' is {NONE if value is None else repr(value)}; it must be {_called(hints[key])}"
-            ) from None
-        if isinstance(given[key], float) and not math.isfinite(given[key]):
-            raise ValueError(f"'{where}' is {value}; it must be a finite number")
-    return kind(**given)
-
-
-def _unsupported(kind: type[Any]) -> Mapping[str, str]:
-    """Why keys that others have are none of this one's."""
-    why: Mapping[str, str] = getattr(kind, "unsupported", {})
-    return why
-
-
-def _lacking(kind: type[Any], key: str, where: str) -> str:
-    """Of a key that others of the registry have: why this one has none, and whose it is."""
-    others = getattr(kind, "registry", {}).items()
-    having = sorted(name for name, other in others if key in keys(other) and key not in _unsupported(other))
-    if not having:
-        return ""
-    why = _unsupported(kind).get(key)
-    return f"{kind.name} has no '{where}'{f': {why}' if why else ''}; it is a key of {', '.join(having)}"
-
-
-def section(kind: type[Any], key: str) -> type[Any] | None:
-    """The class of a field that is a table of its own; of several possible ones that of the field's default."""
-    hint = typing.get_type_hints(kind)[key]
-    classes = [t for t in typing.get_args(hint) or (hint,) if isinstance(t, type)]
-    for found in classes:
-        if hasattr(found, "registry"):
-            default = next(f for f in dataclasses.fields(kind) if f.name == key)
-            if default.default_factory is not dataclasses.MISSING:
-                return type(default.default_factory())
-            return found
-        if dataclasses.is_dataclass(found):
-            return found
-    return None
-
-
-def keys(kind: type[Any]) -> list[str]:
-    """What can be set in a table of this class."""
-    return [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else ["name"]
-
-
-def _called(hint: Any) -> str:
-    """A type in a user's words."""
-    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    words |= {dict: "a table", list: "a list", tuple: "a list"}
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return " or ".join(_called(t) for t in typing.get_args(hint) if t is not type(None))
-    if typing.get_origin(hint) is typing.Literal:
-        return " or ".join(json.dumps(value) for value in typing.get_args(hint))
-    if typing.get_origin(hint) in (list, tuple) and typing.get_args(hint)[0] is int:
-        return "a list of whole numbers"
-    return words.get(typing.get_origin(hint) or hint, str(hint))
-
-
-# ---------------------------------------------------------------------------------------------------- writing
-
-
-def _table(thing: Any) -> dict[str, Any]:
-    table: dict[str, Any] = {"name": thing.name} if hasattr(thing, "registry") else {}
-    for f in dataclasses.fields(thing):
-        value = getattr(thing, f.name)
-        value = NONE if value is None and f.default is not None else value  # or it would be the default again
-        table[f.name] = _table(value) if dataclasses.is_dataclass(value) else value
-    return table
-
-
-def _toml(table: Mapping[str, Any], path: str = "") -> str:
-    lines = [f"[{path}]"] if path else []
-    lines += [f"{k} = {_literal(v)}" for k, v in table.items() if v is not None and not isinstance(v, dict)]
-    parts = ["\n".join(lines)] if len(lines) > bool(path) else []
-    parts += [_toml(v, f"{path}.{k}" if path else k) for k, v in table.items() if isinstance(v, dict) and v]
-    return "\n\n".join(p.rstrip("\n") for p in parts) + "\n"
-
-
-def _literal(value: Any) -> str:
-    """A value in TOML, which reads JSON's except for one character and for pairs of surrogates."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
