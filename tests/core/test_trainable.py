@@ -63,7 +63,13 @@ def test_it_is_training_of_that_part_by_pytorch():
 
 @pytest.mark.parametrize(
     "method",
-    [fv.FedAvg(), fv.Baffle(directions=4), fv.Tofu(up=fv.TofuCodec(points=2, steps=2)), fv.Scaffold(), fv.FedAvg(up="top-k")],
+    [
+        fv.FedAvg(),
+        fv.Baffle(directions=4),
+        fv.Tofu(up=fv.TofuCodec(points=2, steps=2)),
+        fv.Scaffold(),
+        fv.FedAvg(up="top-k"),
+    ],
     ids=lambda m: m.name,
 )
 def test_constants_are_neither_sent_nor_changed(method):
@@ -132,5 +138,5 @@ def test_wrong_patterns_are_one_sentence():
         task_of(made(), trainable="head.*")
     model = made()
     model.head.to(torch.bfloat16)
-    with pytest.raises(ValueError, match="parameter 'head.weight' is torch.bfloat16; fedveil trains float32 weights"):
+    with pytest.raises(ValueError, match=r"parameter 'head.weight' is torch.bfloat16; fedveil trains float32"):
         task_of(model)
