@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fedveil as fv
 from fedveil.core.setup import init_state
 from fedveil.core.structure import inputs_of
-from models import zoo
+from models import models_by_methods, zoo
 
 CLOSE = {"rtol": 1e-8, "atol": 1e-8}
 RATE = 0.1
@@ -207,3 +207,23 @@ def test_losses_of_forward_passes_are_those_of_each_client(name):
 def test_a_model_that_cannot_be_stacked_is_announced():
     with pytest.warns(UserWarning, match=r"cannot be stacked and trains one client at a time: .*aten::gru"):
         zoo.task_of("GRU")
+
+
+def test_the_documented_table_has_every_model_and_method():
+    lines = models_by_methods.DOC.read_text(encoding="utf-8").splitlines()
+    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    assert head == ["model", *models_by_methods.METHODS]
+    assert [row[0] for row in rows] == [*zoo.KINDS]
+
+
+@pytest.mark.slow
+def test_the_documented_table_is_that_of_runs():
+    documented = models_by_methods.DOC.read_text(encoding="utf-8")
+    assert documented == models_by_methods.page(), "run python tests/models/models_by_methods.py"
+
+
+@pytest.mark.parametrize("method", ["fedavg", "baffle", "tofu", models_by_methods.PRIVATE])
+def test_a_refusal_is_one_sentence_with_a_way_out(method):
+    for name in ("ResNet-18, batch norm federated", "GRU", "MLP, regression"):
+        sentence = models_by_methods.run(name, method)
+        assert not sentence or (";" in sentence and "\n" not in sentence and not sentence.endswith("."))
