@@ -138,5 +138,5 @@ def test_wrong_patterns_are_one_sentence():
         task_of(made(), trainable="head.*")
     model = made()
     model.head.to(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"parameter 'head.weight' is torch.bfloat16; fedveil trains float32"):
+    with pytest.raises(ValueError, match=r"parameter 'head.weight' is torch.bfloat16; fedveil trains float32 weights"):
         task_of(model)
