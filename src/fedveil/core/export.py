@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -50,6 +49,8 @@ def write(task: Task, w: Tensor, path: Path | str, suffixes: Sequence[str] = (*S
     elif path.suffix == ".pt":
         torch.save(state_dict(task, w), path)
     else:
+        from safetensors.torch import save_file
+
         save_file(state_dict(task, w), path, {"format": "pt"})
 
 
