@@ -13,12 +13,13 @@ import msgspec
 import torch
 from torch import Tensor
 
+from fedveil.core.batchnorm import SLOT
 from fedveil.core.cohort import Engine
 from fedveil.core.identity import Identities
 from fedveil.core.ledger import Best, Ledger, Result, Row
 from fedveil.core.loop import Federation, trained_task
-from fedveil.core.message import moved
-from fedveil.core.method import Method
+from fedveil.core.message import Slots, moved
+from fedveil.core.method import Method, State
 from fedveil.core.metrics import VALIDATION
 from fedveil.core.outcome import (
     NoUsableAnswers,
@@ -127,7 +128,7 @@ def run(
             if saved and saved.damaged and number == done + 1:
                 told = "; ".join(saved.damaged)
                 row.events.append(f"{told} cannot be read: the run goes on from the checkpoint of round {done}")
-            best.see(federation.run, row, state.weights)
+            best.see(federation.run, row, state)
             if finished(Ledger([*ledger.rows, row]), rounds, target, early_stopping) == "early":
                 told = f"{VALIDATION}{task.primary.name} has not improved"
                 row.events.append(
@@ -161,20 +162,24 @@ class _Best:
     """The best weights so far by the validation records, in the run's folder too, if there is one."""
 
     def __init__(self, task: Task, home: RunFolder | None, ledger: Ledger) -> None:
-        self.primary, self.home, row = task.primary, home, best_row(ledger)
+        self.task, self.primary, self.home, row = task, task.primary, home, best_row(ledger)
         self.name = VALIDATION + self.primary.name
         self.value = row.metrics[self.name] if row else None
-        weights = home.best(row.round) if home and row else None
-        self.kept = Best(row.round, row.metrics[self.name], weights) if row and weights is not None else None
+        state = home.best(row.round) if home and row else None
+        self.kept = self._best(row.round, row.metrics[self.name], state) if row and state else None
 
-    def see(self, run: bytes, row: Row, weights: Tensor) -> None:
-        """Keep the weights [d] of a round if they are the best."""
+    def see(self, run: bytes, row: Row, state: State) -> None:
+        """Keep the weights of a round if they are the best."""
         value = row.metrics.get(self.name)
         if value is None or (self.value is not None and not self.primary.better(value, self.value)):
             return
-        self.value, self.kept = value, Best(row.round, value, weights.cpu().clone())
+        self.value, self.kept = value, self._best(row.round, value, state)
         if self.home:
-            self.home.keep_best(run, row.round, self.kept.weights)
+            norms = state.slots.get(SLOT)
+            self.home.keep_best(run, row.round, State(state.weights, Slots({SLOT: norms} if norms else {})))
+
+    def _best(self, round_: int, value: float, state: State) -> Best:
+        return Best(round_, value, state.weights.cpu().clone(), trained_task(self.task, state))
 
 
 def _where(

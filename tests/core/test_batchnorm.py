@@ -207,3 +207,15 @@ def test_wrong_policies_are_one_sentence():
     model[1].momentum = None
     with pytest.raises(ValueError, match=r"layer '1' \(BatchNorm2d\) has momentum=None"):
         task_of(model)
+
+
+def test_the_best_round_keeps_its_statistics(tmp_path):
+    task = task_of()
+    held = from_tensors(task.x, task.y, task.x, task.y, classes=3, validation=(task.x[:9], task.y[:9]))
+    task = fv.Task(network(), held, task.clients)
+    result = fv.run(task, fv.FedAvg(local=LOCAL), rounds=3, cohort=4, folder=tmp_path / "run")
+    best = result.best
+    row = result.ledger.rows[best.round - 1]
+    assert best.task.evaluate(best.weights)["validation_accuracy"] == row.metrics["validation_accuracy"] == best.value
+    again = fv.run(task, fv.FedAvg(local=LOCAL), rounds=3, cohort=4, folder=tmp_path / "run").best
+    assert torch.equal(again.task.norms.values, best.task.norms.values)

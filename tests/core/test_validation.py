@@ -186,8 +186,8 @@ def test_a_resumed_run_goes_on_counting_and_has_the_best_weights(tmp_path):
 def test_best_weights_of_rounds_that_are_done_again_are_forgotten(tmp_path):
     home = RunFolder(tmp_path)
     for number in (1, 2, 4):
-        home.keep_best(bytes(8), number, torch.full((3,), float(number)))
-    assert home.best(2).tolist() == [2.0] * 3
+        home.keep_best(bytes(8), number, fv.State(torch.full((3,), float(number))))
+    assert home.best(2).weights.tolist() == [2.0] * 3
     assert [path.name for path in sorted(tmp_path.glob("best-*"))] == ["best-00000001.fv", "best-00000002.fv"]
     (tmp_path / "best-00000002.fv").write_bytes(b"broken")
     assert home.best(2) is None
@@ -199,7 +199,7 @@ def test_the_best_weights_of_every_checkpoint_that_is_kept_are_kept(tmp_path):
     home = RunFolder(tmp_path)
     for number in (1, 2, 3, 4, 5):
         if number < 4:
-            home.keep_best(bytes(8), number, torch.zeros(3))
+            home.keep_best(bytes(8), number, State(torch.zeros(3)))
         home.save(bytes(8), number, State(torch.zeros(3)), {})
         kept = sorted(int(path.stem[-1]) for path in tmp_path.glob("best-*.fv"))
         assert kept == {1: [1], 2: [1, 2], 3: [2, 3], 4: [3], 5: [3]}[number]

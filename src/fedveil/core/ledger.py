@@ -164,6 +164,7 @@ class Best:
     round: int
     value: float
     weights: Tensor  # [d]
+    task: Task  # with the running statistics of that round
 
 
 @dataclass(frozen=True)

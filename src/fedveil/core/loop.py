@@ -74,6 +74,8 @@ class Federation:
         row.events += getattr(self.engine, "events", list)()  # an engine may have some of its own
         if number % self.evaluate_every == 0 or number == rounds:
             row.metrics.update(self.evaluated(state))
+            if not row.metrics:
+                row.events.append("nothing was measured: batch norm layers stay with clients that are elsewhere")
             if self.task.metrics and self.task.primary != ACCURACY:
                 row.primary = self.task.primary
         diverged = not math.isfinite(row.metrics.get(LOSS.name, 0))
@@ -86,16 +88,15 @@ class Federation:
         return state, row
 
     def evaluated(self, state: State) -> dict[str, float]:
-        """The metrics of a state; where batch norm layers stay with the clients, their means over those who have some.
-
-        Each client's own layers are needed for that, which only an engine within this process can look at."""
+        """The metrics of a state; where batch norm layers stay with the clients, their means over those who have some,
+        as far as this process holds the clients' memory."""
         if self.task.norms.policy != "local":
             return trained_task(self.task, state).evaluate(state.weights)
         held = self.clients.memory.entries.values()
         own = [next((e[3] for e in reversed(entries) if e[2] == SLOT), None) for entries in held]
         each = [self.task.at(norms.statistics).evaluate(state.weights) for norms in own if isinstance(norms, Norms)]
         if not each:
-            return self.task.evaluate(state.weights)
+            return {}
         return {name: math.fsum(metrics[name] for metrics in each) / len(each) for name in each[0]}
 
     def drawn(self, number: int, secret: Seed) -> tuple[int, ...]:

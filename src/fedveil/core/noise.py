@@ -65,8 +65,9 @@ class Seeded(TorchFunctionMode):
     def _words(self, count: int) -> Tensor:
         self.calls += 1
         shift = (self.calls * GAMMA + 2**63) % 2**64 - 2**63  # as an int64 that wraps
-        own = words(self._key.view(1) ^ shift, torch.zeros(1, dtype=torch.int64, device=self._key.device))
-        drawn: Tensor = words(own, torch.arange(count, device=self._key.device))
+        first = torch.zeros(1, dtype=torch.int64, device=self._key.device)
+        own = words(self._key.view(1) ^ shift, first)
+        drawn: Tensor = words(own ^ torch.arange(count, device=self._key.device), first)  # compilers index in 32 bits
         return drawn
 
     def _dropout(

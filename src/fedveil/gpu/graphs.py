@@ -115,7 +115,8 @@ def compiled(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> C
 
     try:
         with tracing():
-            operations = make_fx(partial(function), tracing_mode="fake")(*tensors)  # with the compiler's strides
+            traced = make_fx(partial(function), tracing_mode="fake", _allow_non_fake_inputs=True)  # constants are real
+            operations = traced(*tensors)  # with the compiler's strides
         join(operations)
         program: Callable[..., tuple[Tensor, ...]] = torch.compile(operations, dynamic=False)
         program(*tensors)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
-from torch import Tensor
 
 from fedveil.core import message
 from fedveil.core.ledger import Ledger, Row
@@ -132,22 +131,22 @@ class RunFolder:
         for old in [path for path in bests_in(self.path) if _round(path) <= first][1:]:
             old.unlink()
 
-    def keep_best(self, run: bytes, round_: int, weights: Tensor) -> None:
-        """Write the best weights [d] so far, before the checkpoint of their round."""
-        state = message.frame(State(weights), Envelope(run, round_))
-        data = message.frame(Checkpoint(run, round_, state, [], {}), Envelope(run, round_))
+    def keep_best(self, run: bytes, round_: int, state: State) -> None:
+        """Write the best state so far, before the checkpoint of its round."""
+        frame = message.frame(state, Envelope(run, round_))
+        data = message.frame(Checkpoint(run, round_, frame, [], {}), Envelope(run, round_))
         write(self.path / f"best-{round_:08d}.fv", digested(data))
 
-    def best(self, round_: int) -> Tensor | None:
-        """The weights [d] that were the best in this round; None where the file is gone or damaged. Later ones, of
-        rounds that are done again, are deleted."""
+    def best(self, round_: int) -> State | None:
+        """The state that was the best in this round; None where the file is gone or damaged. Later ones, of rounds that
+        are done again, are deleted."""
         for later in [path for path in bests_in(self.path) if _round(path) > round_]:
             later.unlink()
         try:
-            weights: Tensor = read_checkpoint((self.path / f"best-{round_:08d}.fv").read_bytes()).state.weights
+            state: State = read_checkpoint((self.path / f"best-{round_:08d}.fv").read_bytes()).state
         except (Refused, OSError):
             return None
-        return weights.clone()
+        return state
 
     def exhibit(self, name: str, pictures: Mapping[str, bytes]) -> None:
         """Write pictures of a round, PNGs by their file's stem, for people to look at."""
