@@ -42,6 +42,8 @@ INSTEAD = "nn.GroupNorm, nn.LayerNorm or nn.InstanceNorm without running statist
 
 def trained_names(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     """The names of the parameters that are trained: those that match a pattern, or that require gradients."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is a {type(model).__name__}; give an nn.Module")
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ValueError("the model has no parameters; there is nothing to train")
@@ -237,14 +239,17 @@ def _called(loss: Loss) -> str:
 
 def _losses(loss: Loss, logits: Tensor, y: Tensor) -> Tensor:
     """The loss of each record. One that is not a number a record for these outputs and labels is a ValueError."""
+    instead = "use another loss or model"
     try:
         losses = loss(logits, y)
         if list(losses.shape) == [len(y)]:
             return losses
         found = f"its result has shape {list(losses.shape)}, not one number a record"
+        if losses.dim() == 0:
+            instead = "return the loss of each record, as losses of PyTorch do with reduction='none'"
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         found = " ".join(str(error).split())
     raise ValueError(
         f"the loss {_called(loss)} does not fit outputs of shape {list(logits.shape)} and labels of "
-        f"shape {list(y.shape)} ({found}); use another loss or model"
+        f"shape {list(y.shape)} ({found}); {instead}"
     )
