@@ -19,6 +19,28 @@ class Blurred(nn.Linear):
         return super().forward(x) + (0.1 * torch.randn_like(x[:, :1]) if self.training else 0)
 
 
+class Shallow(nn.Module):
+    """Stochastic depth, as timm (`new_empty`) and torchvision (`empty`) draw it."""
+
+    def __init__(self, empty):
+        super().__init__()
+        self.empty, self.short, self.deep = empty, nn.Linear(20, 3), nn.Linear(20, 3)
+
+    def forward(self, x):
+        keep = self.empty(x).bernoulli_(0.6).div_(0.6) if self.training else 1.0
+        return self.short(x) + self.deep(x) * keep
+
+
+class Forgetful(Shallow):
+    """Draws into a tensor and then uses that tensor."""
+
+    def forward(self, x):
+        keep = self.empty(x)
+        if self.training:
+            keep.bernoulli_(0.6)
+        return self.short(x) + self.deep(x) * (keep if self.training else 1.0)
+
+
 class Dropping(nn.Module):
     """Attention whose weights are dropped."""
 
@@ -36,7 +58,12 @@ MODELS = {
     "Dropout": lambda: nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3)),
     "AlphaDropout": lambda: nn.Sequential(nn.Linear(20, 16), nn.SELU(), nn.AlphaDropout(0.2), nn.Linear(16, 3)),
     "Dropout1d": lambda: nn.Sequential(nn.Unflatten(1, (5, 4)), nn.Dropout1d(0.5), nn.Flatten(), nn.Linear(20, 3)),
+    "FeatureAlphaDropout": lambda: nn.Sequential(
+        nn.Unflatten(1, (5, 4)), nn.FeatureAlphaDropout(0.4), nn.Flatten(), nn.Linear(20, 3)
+    ),
     "randn_like": lambda: Blurred(20, 3),
+    "new_empty, bernoulli_": lambda: Shallow(lambda x: x.new_empty(len(x), 1)),
+    "empty, bernoulli_": lambda: Shallow(lambda x: torch.empty(len(x), 1)),
     "attention": Dropping,
 }
 
@@ -98,6 +125,38 @@ def test_units_are_kept_with_their_probability_and_scaled():
     assert float(normal.mean()) == pytest.approx(0, abs=0.02)
     assert float(normal.std()) == pytest.approx(1, abs=0.02)
     assert float(uniform.mean()) == pytest.approx(0.5, abs=0.01)
+
+
+def test_draws_into_a_tensor_have_their_distributions():
+    with Seeded(torch.tensor(3)):
+        held = torch.empty(50_000)
+        assert held.bernoulli_(0.3) is held
+        assert float(held.mean()) == pytest.approx(0.3, abs=0.01)
+        uniform, normal, waits = (torch.empty(50_000) for _ in range(3))
+        uniform.uniform_(-1, to=3)
+        normal.normal_(2, std=0.5)
+        waits.exponential_(4)
+    assert float(uniform.min()) == pytest.approx(-1, abs=0.01)
+    assert float(uniform.mean()) == pytest.approx(1, abs=0.03)
+    assert (float(normal.mean()), float(normal.std())) == pytest.approx((2, 0.5), abs=0.02)
+    assert float(waits.min()) > 0
+    assert (float(waits.mean()), float(waits.std())) == pytest.approx((0.25, 0.25), abs=0.01)
+
+
+def test_channels_of_feature_alpha_dropout_are_dropped_as_one_and_keep_their_moments():
+    x = torch.randn(2000, 20, 3, generator=torch.Generator().manual_seed(0))
+    with Seeded(torch.tensor(3)):
+        found = F.feature_alpha_dropout(x, 0.3, training=True)
+    dropped = found == found.flatten().mode().values
+    assert bool((dropped.all(-1) | ~dropped.any(-1)).all())
+    assert float(dropped.all(-1).float().mean()) == pytest.approx(0.3, abs=0.01)
+    assert (float(found.mean()), float(found.std())) == pytest.approx((0, 1), abs=0.03)
+
+
+def test_one_tensor_never_holds_the_draws_of_a_stack():
+    with pytest.warns(UserWarning, match="cannot be stacked and trains one client at a time"):
+        task = task_of(Forgetful(lambda x: torch.empty(len(x), 1)))
+    assert not fv.run(task, fv.FedAvg(local=LOCAL), rounds=1).ledger.rows[0].missing
 
 
 def test_what_a_record_draws_does_not_depend_on_those_behind_it():

@@ -371,7 +371,7 @@ def test_layout_of_a_stack():
             r"the loss next_character does not fit outputs of shape \[2, 2\] and labels of shape \[2\] \(",
         ),
         (lambda logits, y: logits.sum(), r"its result has shape \[\], not one number a record"),
-        (nn.CrossEntropyLoss(reduction="mean"), r"does not fit .*its result has shape \[\]"),
+        (nn.CrossEntropyLoss(reduction="mean"), r"does not fit .*has shape \[\].*; .* with reduction='none'"),
     ],
 )
 def test_a_loss_that_does_not_fit_is_one_sentence(loss, told):
@@ -380,3 +380,9 @@ def test_a_loss_that_does_not_fit_is_one_sentence(loss, told):
     with pytest.raises(ValueError, match=told) as refusal:
         fv.Task(nn.Linear(3, 2), data, fv.split("iid", data, 2, fv.Seed.root(0)), loss=loss)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_model_that_is_no_module_is_one_sentence():
+    data = fv.load("digits")
+    with pytest.raises(TypeError, match=r"the model is a str; give an nn\.Module"):
+        fv.Task("lenet5", data, fv.split("iid", data, 2, fv.Seed.root(0)))

@@ -86,7 +86,9 @@ def test_a_method_that_asks_twice_in_a_rehearsal_of_the_command_line(room):
     (folder / "app" / "recipe.toml").write_text(text.partition("[method]")[0] + '[method]\nname = "toy-twice"\n')
     entered = "import fedveil\nimport toys\n\nfedveil.METHODS['toy-twice'] = toys.Twice\n"
     data = folder / "app" / "data.py"
-    data.write_text(data.read_text().replace("from dataclasses", f"{entered}from dataclasses", 1))
+    text = data.read_text()
+    data.write_text(text.replace("from pathlib", f"{entered}from pathlib", 1))
+    assert data.read_text() != text
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     words = ["deploy", "rehearse", str(folder), "--rounds", "2", "--format", "json"]
     result = CliRunner(env={"PYTHONPATH": path}).invoke(app, words)

@@ -71,7 +71,9 @@ class Die:
 
 
 FSYNC = os.fsync
-STEPS = 3 + 3 * 4 + 1  # the ledger; three rounds of ledger, file, name and folder; one old checkpoint to remove
+STEPS = (
+    2 * 3 + 3 + 3 * 4 + 1
+)  # recipe and environment; the ledger; three rounds of ledger, file, name and folder; one old checkpoint to remove
 
 
 def train_and_die(folder: Path, name: str, rounds: int, calls: int, how: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fedveil as fv
 from fedveil.core.setup import init_state
 from fedveil.core.structure import inputs_of
+from fedveil.data import from_tensors
 from models import models_by_methods, zoo
 
 CLOSE = {"rtol": 1e-8, "atol": 1e-8}
@@ -202,6 +204,63 @@ def test_losses_of_forward_passes_are_those_of_each_client(name):
     for client in range(3):
         expected, _ = Plain(name, training=False).losses(batch.of(client))
         torch.testing.assert_close(together[client, : zoo.SIZES[client]], expected, **CLOSE)
+
+
+class Layer(nn.Module):
+    """A layer that is a function."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+class Counting(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.calls
+
+
+def words(**options) -> nn.Module:
+    return nn.Sequential(Layer(lambda x: x.abs().long().clamp(max=6)), nn.Embedding(7, 3, **options), nn.Flatten())
+
+
+REJECTED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "no running statistics": (lambda: nn.BatchNorm1d(5, track_running_stats=False), "keeps no running statistics"),
+    "momentum None": (lambda: nn.BatchNorm1d(5, momentum=None), "has momentum=None"),
+    "statistics over processes": (lambda: nn.SyncBatchNorm(5), "takes statistics over processes"),
+    "instance norm": (
+        lambda: nn.Sequential(nn.Unflatten(1, (1, 5)), nn.InstanceNorm1d(1, track_running_stats=True), nn.Flatten()),
+        "keeps running statistics, which are not weights",
+    ),
+    "mixed records": (lambda: Layer(lambda x: x - x.mean(0)), r"layer '0' \(Layer\) mixes the records of a batch"),
+    "mixed gradients": (lambda: words(scale_grad_by_freq=True), "the model's gradient mixes .*scale_grad_by_freq"),
+    "weights that change": (lambda: words(max_norm=1.0), r"changes its weights when it runs; set max_norm=None"),
+    "state": (Counting, "two outputs for one input"),
+    "noise of another kind": (lambda: Layer(lambda x: torch.normal(x, 0.1)), "two outputs for one input"),
+    "noise in evaluation": (lambda: Layer(torch.rand_like), "two outputs for one input"),
+    "float64": (lambda: nn.Linear(5, 5).double(), r"is torch.float64; fedveil trains float32"),
+    "lazy": (lambda: nn.LazyLinear(5), "run lazy layers once before"),
+    "scripted": (lambda: torch.jit.script(nn.Linear(5, 5)), "that is not scripted"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:this model cannot be stacked")
+@pytest.mark.parametrize("name", REJECTED)
+def test_a_rejected_model_is_one_sentence(name):
+    make, reason = REJECTED[name]
+    x, y = zoo.tensors(5), zoo.labels(3)
+    data = from_tensors(x, y, x, y, classes=3)
+    layer = make()
+    last = nn.Linear(15 if name in ("mixed gradients", "weights that change") else 5, 3)
+    with pytest.raises(ValueError, match=reason) as error:
+        fv.Task(nn.Sequential(layer, last), data, fv.split("iid", data, 3, fv.Seed.root(0)))
+    assert "\n" not in str(error.value)
+    assert ";" in str(error.value)
 
 
 def test_a_model_that_cannot_be_stacked_is_announced():

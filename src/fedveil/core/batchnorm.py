@@ -89,6 +89,8 @@ def find(model: nn.Module, trained: Sequence[str], policy: str | None) -> BatchN
         told = f"layer '{name}' ({type(layer).__name__})"
         if layer.momentum is None:
             raise ValueError(f"{told} has momentum=None, a mean over all batches ever seen; give it a number")
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise ValueError(f"{told} takes statistics over processes; use nn.BatchNorm1d, 2d or 3d")
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     own = [f"{name}.{part}" for name in layers for part in ("weight", "bias")] if policy == "local" else []
     own = [name for name in own if name in trained]

@@ -20,6 +20,7 @@ from fedveil.core.modes import Modes
 from fedveil.core.noise import Seeded
 
 ALIKE = 1e-3  # of the largest output is what rounding may change
+STACKED = 0.01  # of a gradient is what stacking may change
 
 
 @contextmanager
@@ -41,6 +42,8 @@ INSTEAD = "nn.GroupNorm, nn.LayerNorm or nn.InstanceNorm without running statist
 
 def trained_names(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     """The names of the parameters that are trained: those that match a pattern, or that require gradients."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is a {type(model).__name__}; give an nn.Module")
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ValueError("the model has no parameters; there is nothing to train")
@@ -64,6 +67,17 @@ def trained_names(model: nn.Module, patterns: Sequence[str] | None) -> list[str]
     return names
 
 
+def copied(model: nn.Module) -> nn.Module:
+    """A copy of a model without gradients. A ValueError says why a model cannot be copied."""
+    try:
+        return copy.deepcopy(model).requires_grad_(False)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"the model cannot be copied ({first_line(error)}); run lazy layers once before, take weight_norm from "
+            "torch.nn.utils.parametrizations, and give a module that is not scripted"
+        ) from error
+
+
 def validate_pure(modes: Modes, norms: BatchNorms, x: Tensor, inputs: Inputs) -> bool:
     """Refuse a model whose output depends on anything but weights, input and a key, and say what to use instead.
 
@@ -74,6 +88,10 @@ def validate_pure(modes: Modes, norms: BatchNorms, x: Tensor, inputs: Inputs) ->
             raise ValueError(
                 f"layer '{name}' ({type(module).__name__}) keeps running statistics, which are not weights; set "
                 "track_running_stats=False"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ValueError(
+                f"layer '{name}' ({type(module).__name__}) changes its weights when it runs; set max_norm=None"
             )
     key = torch.tensor(0)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -101,7 +119,8 @@ def _twice(
     if not torch.equal(*(each.nan_to_num() for each in outputs)):
         raise ValueError(
             "the model gives two outputs for one input; remove what keeps state between calls, and draw random numbers "
-            "in training mode only, by dropout, torch.rand, randn, rand_like, randn_like or bernoulli"
+            "in training mode only, by dropout, torch.rand, randn, rand_like, randn_like, bernoulli, or in place by "
+            "bernoulli_, uniform_, normal_ or exponential_"
         )
     return outputs[0]
 
@@ -136,6 +155,22 @@ def validate_unmixed(loss: Loss, model: nn.Module, data: Data, inputs: Inputs) -
                 f"the loss {_called(loss)} of a record depends on the other records of its batch, and so on padding; "
                 "use one that treats each record alone"
             )
+
+
+def same_gradients(found: Tensor, expected: Tensor) -> bool:
+    """Whether gradients are the same but for what stacking may change, and finite in the same places."""
+    if not torch.equal(found.isfinite(), expected.isfinite()):
+        return False
+    return not bool((found - expected).norm() > STACKED * expected.norm())
+
+
+def validate_padding(padded: Tensor, alone: Tensor) -> None:
+    """Refuse a model in which padding changes a client's gradient, though it changes no loss."""
+    if not same_gradients(padded, alone):
+        raise ValueError(
+            f"the model's gradient {MIXES}; use layers that treat each record alone, such as nn.Embedding without "
+            "scale_grad_by_freq"
+        )
 
 
 def _given(model: nn.Module, x: Tensor, inputs: Inputs) -> Any:
@@ -212,14 +247,17 @@ def _called(loss: Loss) -> str:
 
 def _losses(loss: Loss, logits: Tensor, y: Tensor) -> Tensor:
     """The loss of each record. One that is not a number a record for these outputs and labels is a ValueError."""
+    instead = "use another loss or model"
     try:
         losses = loss(logits, y)
         if list(losses.shape) == [len(y)]:
             return losses
         found = f"its result has shape {list(losses.shape)}, not one number a record"
+        if losses.dim() == 0:
+            instead = "return the loss of each record, as losses of PyTorch do with reduction='none'"
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         found = " ".join(str(error).split())
     raise ValueError(
         f"the loss {_called(loss)} does not fit outputs of shape {list(logits.shape)} and labels of "
-        f"shape {list(y.shape)} ({found}); use another loss or model"
+        f"shape {list(y.shape)} ({found}); {instead}"
     )

@@ -18,6 +18,21 @@ from torch.overrides import TorchFunctionMode
 from fedveil.core.directions import GAMMA, words
 
 _ALPHA = -1.7580993408473766  # what SELU tends to far below 0
+_DROPOUTS = (
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+)
+_FILLS: dict[Any, dict[str, float]] = {  # draws into a tensor, and their arguments
+    Tensor.bernoulli_: {"p": 0.5},
+    Tensor.uniform_: {"from": 0.0, "to": 1.0},
+    Tensor.normal_: {"mean": 0.0, "std": 1.0},
+    Tensor.exponential_: {"lambd": 1.0},
+}
 
 
 class Seeded(TorchFunctionMode):
@@ -34,7 +49,7 @@ class Seeded(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
-        if func in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, torch.dropout):
+        if func in _DROPOUTS:
             return self._dropout(func, *args, **given)
         if func is F.scaled_dot_product_attention and _attention_dropout(args, given):
             return self._attention(*args, **given)
@@ -48,7 +63,30 @@ class Seeded(TorchFunctionMode):
             return drawn.to(given.get("dtype") or torch.get_default_dtype())
         if func in (torch.bernoulli, Tensor.bernoulli) and len(args) == 1 and not given:
             return (self._uniform(args[0].shape) < args[0]).to(args[0].dtype)
-        return func(*args, **given)
+        if func in _FILLS and given.pop("generator", None) is None:
+            names = _FILLS[func]
+            return self._fill(func, args[0], *(names | dict(zip(names, args[1:], strict=False)) | given).values())
+        return func(*args, **(kwargs or {}))
+
+    def _fill(self, func: Callable[..., Any], target: Tensor, a: Any, b: float = 0.0) -> Tensor:
+        """Draw into `target`, as stochastic depth does. One tensor cannot hold the draws of a stack, so a stack gets
+        another, and `target` becomes NaN lest somebody uses it."""
+        drawn: Tensor
+        if func is Tensor.normal_:
+            drawn = a + b * self._normal(target.shape)
+        else:
+            uniform = self._uniform(target.shape)
+            if func is Tensor.bernoulli_:
+                drawn = (uniform < a).float()
+            elif func is Tensor.uniform_:
+                drawn = a + (b - a) * uniform
+            else:
+                drawn = -(uniform + 2.0**-25).log() / a
+        stacked = _batched(drawn) and not _batched(target)
+        if not (stacked and target.is_floating_point()):
+            return target.copy_(drawn)
+        target.fill_(math.nan)
+        return drawn.to(target.dtype)
 
     def _uniform(self, shape: Sequence[int]) -> Tensor:
         """The next draw from [0, 1), in steps of 2⁻²⁴."""
@@ -77,9 +115,11 @@ class Seeded(TorchFunctionMode):
         if not training or p == 0:
             return x
         spread = {F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3}.get(func, 0)  # dimensions that are dropped as one
+        if func is F.feature_alpha_dropout:
+            spread = x.dim() - 2
         whole = x.shape[: x.dim() - spread]
         keep = self._uniform(whole).view(*whole, *[1] * spread) >= p
-        if func is not F.alpha_dropout:
+        if func not in (F.alpha_dropout, F.feature_alpha_dropout):
             return x * keep / (1 - p) if p < 1 else torch.zeros_like(x)
         scale: float = ((1 - p) * (1 + p * _ALPHA**2)) ** -0.5  # Klambauer et al. 2017
         return scale * (torch.where(keep, x, _ALPHA) - p * _ALPHA)
@@ -109,6 +149,10 @@ class Seeded(TorchFunctionMode):
 
 def _attention_dropout(args: Sequence[Any], given: Mapping[str, Any]) -> bool:
     return bool(args[4] if len(args) > 4 else given.get("dropout_p", 0.0))
+
+
+def _batched(tensor: Tensor) -> bool:
+    return bool(torch._C._functorch.is_batchedtensor(tensor))
 
 
 def silence(model: nn.Module) -> list[str]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.utils._pytree import tree_map
 
-from fedveil.core import batchnorm
+from fedveil.core import batchnorm, checks
 from fedveil.core.attention import prepare
 from fedveil.core.batchnorm import Batches
 from fedveil.core.capability import GRADIENTS, RECORD_GRADIENTS, SECOND_DERIVATIVES, SOFT_LABELS, WAYS_OUT
@@ -33,8 +33,6 @@ from fedveil.core.noise import Seeded
 from fedveil.core.structure import inputs_of
 from fedveil.gpu.graphs import Fused
 from fedveil.gpu.products import Products
-
-STACKED = 0.01  # of a gradient is what stacking may change
 
 
 class Task:
@@ -75,7 +73,7 @@ class Task:
         self.loss = loss_by_name(loss, loss_options) if isinstance(loss, str) else loss
         validate_targets(self.loss, data)
         inputs = inputs_of(data.structure, model)
-        model = copy.deepcopy(model).requires_grad_(False)
+        model = checks.copied(model)
         prepare(model)
         probe = Modes.of(copy.deepcopy(model).cpu(), self.norms, notice=True)
         self.noisy = validate_pure(probe, self.norms, data.x[:2], inputs)
@@ -337,12 +335,13 @@ class Task:
 
         try:
             together = gradient(slice(2))
-        except RuntimeError as error:
+        except Exception as error:  # whatever a layer may say
             reason = first_line(error)
         else:
             alone = torch.cat([gradient(slice(0, 1), slice(2)), gradient(slice(1, 2), slice(1))])
-            if not (together - alone).norm() > STACKED * alone.norm():
+            if checks.same_gradients(together, alone):
                 return True
+            checks.validate_padding(gradient(slice(1, 2)), alone[1:])
             reason = "its gradients differ in a stack"
         warnings.warn(f"this model cannot be stacked and trains one client at a time: {reason}", stacklevel=3)
         return False

@@ -54,7 +54,7 @@ def describe(home: RunFolder, task: Task, where: Where, why: str, settings: dict
     except (TypeError, ValueError) as error:  # a function as a setting, or a number that no recipe takes
         why = why or f"its settings cannot be written ({' '.join(str(error).split())})"
         text = written({"task": {"model": _named(task.model)}, "method": {"name": method.name}})
-    if why and (home.path / "recipe.toml").exists():
+    if why and (home.path / "environment.json").exists():  # which is written last
         return  # what the command line has written is worth more
     data_dir = origin.data_dir if isinstance(origin, Origin) else str(data_directory(None).absolute())
     where = msgspec.structs.replace(where, data_dir=data_dir, imports=own or None)
