@@ -121,22 +121,15 @@ def pictures(size: int = 16) -> tuple[Tensor, Tensor]:
 
 
 def marked() -> tuple[Tensor, Tensor]:
-    """Pictures, and the number of a mask that `pixelwise` looks up."""
-    return tensors(1, 8, 8), labels(4)
+    """Pictures, and which of their pixels are bright, [n, 8, 8]."""
+    x = tensors(1, 8, 8)
+    return x, (x[:, 0] > 0).long()
 
 
-def pixelwise(logits: Tensor, y: Tensor) -> Tensor:
-    """Cross-entropy over the pixels of a record, [B]: logits [B, 2, h, w], and y [B] names a quarter to be found."""
-    h, w = logits.shape[2:]
-    rows, columns = torch.arange(h, device=y.device) >= h // 2, torch.arange(w, device=y.device) >= w // 2
-    quarter = 2 * rows[:, None].long() + columns
-    mask = (quarter == y[:, None, None]).long()
-    return F.cross_entropy(logits, mask, reduction="none").mean((1, 2))
-
-
-def squared(outputs: Tensor, y: Tensor) -> Tensor:
-    """Squared error, [B]: outputs [B, 1] against whole numbers y [B]."""
-    return (outputs[:, 0] - y).square()
+def measured() -> tuple[Tensor, Tensor]:
+    """Five numbers a record, and a real number to be predicted."""
+    x = tensors(5)
+    return x, x[:, :2].sum(1)
 
 
 # ---------------------------------------------------------------------------------------------------- the models
@@ -148,7 +141,7 @@ class Kind:
 
     model: Callable[[], nn.Module]
     records: Callable[[], tuple[Any, Tensor]]
-    classes: int
+    classes: int | None
     options: Callable[[], dict[str, Any]] = dict
 
 
@@ -171,8 +164,8 @@ KINDS: dict[str, Kind] = {
     "BERT": Kind(bert, lambda: (sentences(), labels(2)), 2),
     "GPT-2": Kind(gpt2, _shifted, 20, lambda: {"loss": "next-character"}),
     "LoRA of BERT (peft)": Kind(lora, lambda: (sentences(), labels(2)), 2),
-    "U-Net, segmentation": Kind(UNet, marked, 4, lambda: {"loss": pixelwise}),
-    "MLP, regression": Kind(lambda: _mlp(1), lambda: (tensors(5), labels(4)), 4, lambda: {"loss": squared}),
+    "U-Net, segmentation": Kind(UNet, marked, 2),
+    "MLP, regression": Kind(lambda: _mlp(1), measured, None, lambda: {"loss": "mse"}),
 }
 
 

@@ -209,7 +209,8 @@ def validate_metrics(metrics: Sequence[Metric], outputs: Tensor, y: Tensor) -> N
                 measure.compute()
         except Exception as error:  # whatever a user's metric may say
             told = f"outputs of shape {list(outputs.shape)} and targets of shape {list(y.shape)}"
-            raise ValueError(f"the metric {metric.name} does not fit {told} ({first_line(error)})") from error
+            why = f"the metric {metric.name} does not fit {told} ({first_line(error)})"
+            raise ValueError(f"{why}; choose another, or leave metrics out for those that suit the loss") from error
 
 
 class _Mean:

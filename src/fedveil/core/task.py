@@ -80,10 +80,10 @@ class Task:
         with full_precision():
             validate_unmixed(self.loss, probe.evaluation, data, inputs)
         with torch.no_grad():
-            outputs = call(probe.evaluation, data.test_x[:2], inputs)
+            outputs = call(probe.evaluation, data.test_x[:64], inputs)
         self.scores = gives_class_scores(self.loss, outputs[:1], data)
         self.metrics = chosen_metrics(metrics, self.loss, data, self.scores)
-        validate_metrics(self.metrics, outputs, data.test_y[:2])
+        validate_metrics(self.metrics, outputs, data.test_y[: len(outputs)])
         self.work, self.activations = count_work(probe.evaluation, data.x[:2], inputs)
         self.x, self.y = data.x.to(self.device), data.y.to(self.device)
         self.test_x, self.test_y = data.test_x.to(self.device), data.test_y.to(self.device)

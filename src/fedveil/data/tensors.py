@@ -144,13 +144,22 @@ def _inputs(values: Any) -> Tensor:
 
 def _targets(values: Values) -> Tensor:
     """A copy of floats as float32, and anything else as int64."""
-    tensor = values.detach() if isinstance(values, Tensor) else torch.tensor(np.ascontiguousarray(values))
+    tensor = values.detach() if isinstance(values, Tensor) else _numbers(values, "y")
     return tensor.to(torch.float32, copy=True) if tensor.is_floating_point() else _whole(tensor, "y")
+
+
+def _numbers(values: Any, what: str) -> Tensor:
+    try:
+        return torch.tensor(np.ascontiguousarray(values))
+    except TypeError:
+        raise ValueError(
+            f"{what} holds {np.asarray(values).dtype}; number the classes from 0, and name them by labels."
+        ) from None
 
 
 def _whole(values: Values, what: str) -> Tensor:
     """Whole numbers as int64."""
-    tensor = values if isinstance(values, Tensor) else torch.tensor(np.ascontiguousarray(values))
+    tensor = values if isinstance(values, Tensor) else _numbers(values, what)
     if tensor.is_floating_point() or tensor.is_complex():
         raise ValueError(f"{what} holds {tensor.dtype}, but must hold whole numbers.")
     return tensor.to(torch.int64)
