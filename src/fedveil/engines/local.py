@@ -16,6 +16,7 @@ from fedveil.core.message import KINDS
 from fedveil.core.task import Task
 from fedveil.gpu.context import using
 from fedveil.gpu.graphs import one_thread
+from fedveil.gpu.host import keep_freed_memory
 
 # On a CPU a step of a small model costs mostly its dispatch, which threads take turns at: one worker with all clients
 # in one stack is fastest. A step of a larger one costs arithmetic, which grouped kernels do no faster than plain ones:
@@ -60,6 +61,7 @@ class LocalEngine:
         clients.debug = self.debug
         task = clients.task
         if task.device.type == "cuda":
+            keep_freed_memory()
             torch.set_float32_matmul_precision("high")  # as convolutions are by default, so what stands in for them
             torch.backends.cudnn.deterministic = True  # or server and clients decode one message differently
         self._lanes = self.lanes(task)
