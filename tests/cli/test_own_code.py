@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import fedveil
@@ -27,6 +28,9 @@ Path("imported").touch()
 
 def net(input, classes, hidden=12):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, classes))
+
+def normed(classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, classes))
 
 def load(records=400):
     digits = fedveil.load("digits")
@@ -250,3 +254,16 @@ def test_processes_of_a_flower_simulation_build_the_same_task(home: Path) -> Non
 
     clients = FromRecipe(plan().toml())(None)  # type: ignore[arg-type]
     assert torch.equal(clients.task.initial, plan().build().initial)
+
+
+def test_an_exported_model_has_the_running_statistics_of_training(home: Path) -> None:
+    changes = ["--set", "task.model=ours:normed", "--set", "task.model_options={}"]
+    told = good("run", "ours.toml", *changes, "--out", "out", "--format", "json")
+    assert told["batch_norm"] == "federated"
+    good("export", "out", "model.safetensors", "--import", "ours")
+    found = load_file(home / "model.safetensors")
+    saved = newest(home / "out")
+    assert saved
+    kept = saved.state.slots["batch norm"].statistics
+    assert torch.equal(torch.cat([found["2.running_mean"], found["2.running_var"]]), kept)
+    assert found["2.running_mean"].abs().max() > 0.01

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import fedveil as fv
 from fedveil.runs import recipe
 from fedveil.runs.checkpoint import newest
+from fedveil.runs.weights import load_weights
 
 
 def built(source, **more):
@@ -51,7 +53,7 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, arrays, sentence):
 
 
 def test_a_path_that_is_nothing_of_the_kind_is_named(tmp_path, finished):
-    with pytest.raises(ValueError, match="neither a run folder nor an"):
+    with pytest.raises(ValueError, match=r"neither a run folder nor an .npz or .safetensors file"):
         built(tmp_path / "no.npz")
     with pytest.raises(ValueError, match="which holds no checkpoint; give a finished run"):
         built(tmp_path)
@@ -61,3 +63,25 @@ def test_a_path_that_is_nothing_of_the_kind_is_named(tmp_path, finished):
     last.write_bytes(last.read_bytes()[:-1] + b"?")
     with pytest.raises(ValueError, match=r"no checkpoint in .* can be read: checkpoint-00000001.fv \(damaged"):
         built(finished)
+
+
+def with_batch_norm():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)]
+    return nn.Sequential(*layers)
+
+
+def test_running_statistics_come_with_the_weights(tmp_path):
+    plan = recipe.read("digits/fedavg")
+    data = plan.load()
+    task = fv.Task(with_batch_norm(), data, fv.split("iid", data, 10, fv.Seed.root(0)))
+    result = fv.run(task, fv.FedAvg(), rounds=1, cohort=2, folder=tmp_path / "run")
+    result.save(tmp_path / "model.safetensors")
+    for source in ("run", "model.safetensors"):
+        model = with_batch_norm()
+        load_weights(model, tmp_path / source)
+        torch.testing.assert_close(torch.cat([model[1].running_mean, model[1].running_var]), result.task.norms.values)
+        torch.testing.assert_close(model[4].weight, result.state_dict()["4.weight"])
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"model.safetensors is not a readable .safetensors file"):
+        load_weights(with_batch_norm(), tmp_path / "model.safetensors")

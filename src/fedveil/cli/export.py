@@ -11,6 +11,7 @@ from fedveil.cli.jobs import Job
 from fedveil.cli.options import DataDir, Fetch, Format, Sets, Shown, argument, option
 from fedveil.cli.shell import say
 from fedveil.core.export import write
+from fedveil.core.loop import trained_task
 from fedveil.runs import recipe
 
 
@@ -52,7 +53,7 @@ def _model(run: Path, file: Path, fetch: bool) -> dict[str, Any]:
     task = job.recipe.on(job.data(fetch, {}))
     if saved.state.weights.numel() != task.layout.size:
         raise ValueError(f"{run} holds {saved.state.weights.numel()} weights, its model has {task.layout.size}")
-    write(task, saved.state.weights, file)
+    write(trained_task(task, saved.state), saved.state.weights, file)
     return {"file": str(file), "round": saved.round, "weights": task.layout.size, "bytes": file.stat().st_size}
 
 

@@ -42,7 +42,7 @@ class TaskSpec:
     data: str = "digits"
     model: str = "digits-cnn"
     loss: str = "cross-entropy"
-    weights: str | None = None  # where training begins: a run folder or an .npz file of layers, instead of a draw
+    weights: str | None = None  # where training begins: a run folder, or a file of layers
     trainable: list[str] | None = field(default=None, metadata=ADDED)  # patterns of the parameters that are trained
     batch_norm: str | None = field(default=None, metadata=ADDED)  # federated, local or frozen
     data_options: dict[str, Any] = field(default_factory=dict)
