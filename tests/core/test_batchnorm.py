@@ -219,3 +219,26 @@ def test_the_best_round_keeps_its_statistics(tmp_path):
     assert best.task.evaluate(best.weights)["validation_accuracy"] == row.metrics["validation_accuracy"] == best.value
     again = fv.run(task, fv.FedAvg(local=LOCAL), rounds=3, cohort=4, folder=tmp_path / "run").best
     assert torch.equal(again.task.norms.values, best.task.norms.values)
+
+
+@pytest.mark.parametrize(
+    ("forged", "reason"),
+    [
+        (lambda s: s.fill_(torch.nan), "not finite"),
+        (lambda s: s.fill_(1e13), "out of range"),
+        (lambda s: s[4:].fill_(-1.0), "out of range: a running variance is negative"),
+    ],
+    ids=["nan", "huge", "negative variance"],
+)
+def test_statistics_of_a_hostile_client_are_refused_by_name(forged, reason):
+    class Hostile(fv.FedAvg):
+        def given(self, parts, stack, question):
+            w, x = super().given(parts, stack, question)
+            if 2 in stack.clients:
+                forged(x.statistics[stack.clients.index(2)])
+            return w, x
+
+    task = task_of()
+    result = fv.run(task, Hostile(local=LOCAL), rounds=2, cohort=4, engine=LocalEngine(stack=1))
+    assert all(set(row.missing) == {"2"} and reason in row.missing["2"] for row in result.ledger.rows)
+    assert result.task.norms.values.isfinite().all()

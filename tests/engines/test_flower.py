@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 from flwr.app import ConfigRecord, Error, Message, RecordDict
+from torch import nn
 from typer.testing import CliRunner
 
 import fedveil as fv
@@ -17,6 +18,7 @@ from engines.grids import Nodes, made
 from fedveil import cli
 from fedveil.core import message
 from fedveil.core.message import Envelope, Slots
+from fedveil.data import from_tensors
 from fedveil.engines import LocalEngine
 from fedveil.engines.claims import Claims, Roster, Seat
 from fedveil.engines.flower import Flower, client_app, wire
@@ -604,3 +606,27 @@ def test_an_absent_extra_is_said_with_the_command(missing, said, tmp_path, monke
     assert result.exit_code == 2
     assert said in result.stderr
     assert "run: pip install 'fedveil[flower]'" in result.stderr
+
+
+def normed():
+    """Batch norm and dropout: what a client draws and keeps must not depend on where it runs."""
+    torch.manual_seed(0)
+    data = from_tensors(torch.randn(40, 6), torch.arange(40) % 3, torch.randn(12, 6), torch.arange(12) % 3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+    split = fv.split("iid", data, 4, fv.Seed.root(0))
+    return {policy: fv.Task(model, data, split, batch_norm=policy) for policy in ("federated", "local")}
+
+
+@pytest.mark.parametrize("policy", ["federated", "local"])
+@pytest.mark.parametrize("deployed", [False, True])
+def test_batch_norm_and_dropout_are_the_same_on_flower(policy, deployed, tmp_path):
+    task, method = normed()[policy], fv.FedAvg(local=fv.LocalTraining(batch=4))
+    here = fv.run(task, method, rounds=3, cohort=4, **LOCAL)
+    there, _, _ = on_flower(method, task=task, rounds=3, tmp_path=tmp_path if deployed else None)
+    assert torch.equal(here.weights, there.weights)
+    assert torch.equal(here.task.norms.values, there.task.norms.values)
+    assert [row.bytes_up for row in here.ledger.rows] == [row.bytes_up for row in there.ledger.rows]
+    if policy == "federated" or not deployed:
+        assert [row.metrics for row in here.ledger.rows] == [row.metrics for row in there.ledger.rows]
+    else:
+        assert all("batch norm layers stay with clients" in row.events[-1] for row in there.ledger.rows)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from fedveil.core import message
 from fedveil.core.layout import Layout
-from fedveil.core.message import Record, Shape
+from fedveil.core.message import Record, Refused, Shape
 
 POLICIES = ("federated", "local", "frozen")
 SLOT = "batch norm"  # of the server's state or of a client's memory
@@ -58,6 +58,12 @@ class BatchNorms:
     def statistics(self) -> list[str]:
         """The names of the running statistics."""
         return [layer.name for layer in self.layout.layers if layer.start >= self.trained]
+
+    def check(self, values: Tensor) -> None:
+        """Refuse numbers [e] from outside with a negative variance, of which there is no square root."""
+        named = self.layout.split(values)
+        if any(float(named[name].min()) < 0 for name in self.statistics if name.endswith("running_var")):
+            raise Refused("out of range", "a running variance is negative")
 
     def places(self, model: nn.Module) -> dict[int, str]:
         """The names of the running statistics by the ids of a model's own tensors."""

@@ -82,6 +82,8 @@ class Decoded(Uplink):
             try:
                 for name in self.payloads.vectors:
                     self.codec.for_client(client).check(cohort.task, self.payloads.part(answer, name))
+                if self.payloads.statistics:
+                    cohort.task.norms.check(answer.statistics)
                 usable[client] = answer
             except Refused as error:
                 cohort.reject(client, error)
