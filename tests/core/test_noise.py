@@ -225,3 +225,21 @@ def test_probes_and_synthetic_fits_drop_nothing():
     for method in (fv.Baffle(directions=4), fv.FedLap(images=1, batches=1, steps=2, passes=1, image_lr=0.1)):
         found = [fv.run(task, method, rounds=1).weights for task in (noisy, plain)]
         assert torch.equal(*found)
+
+
+def test_the_masks_of_a_record_do_not_depend_on_the_other_records_of_a_private_batch():
+    """Or leaving out a record would change the gradients of others, and move the sum by more than one clip."""
+    task = task_of(made("Dropout"))
+    silent = fv.DpSgd(noise=1e-12, clip=1.0)
+
+    def total(records):
+        task.clients = fv.Split(np.array(records), np.array([0, len(records)]), "own", max_records=9)
+        stack = fv.ClientStack(task, (0,), 1, fv.Seed.root(0), fv.Seed.root(9), [fv.Slots()], [{}])
+        pieces = [(1, [fv.Seed.root(5)])]  # the same secrets each time; a batch of 9 in 9 draws every record
+        return silent.gradients(stack, task.initial[None], 9, pieces, training=True)() * 9
+
+    whole = total([0, 1, 2, 3, 4])
+    for left_out in range(5):
+        without = total([k for k in range(5) if k != left_out])
+        assert float((whole - without).norm()) <= 1 + 1e-5
+        torch.testing.assert_close(whole - without, total([left_out]), rtol=1e-3, atol=1e-5)

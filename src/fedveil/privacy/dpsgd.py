@@ -157,8 +157,8 @@ class Gradients:
 
     pieces: how many steps, and private seeds, one a client, that are used for nothing else
     change: what is done to the records [C, B, …] before, to each by itself
-    training: whether a model that drops units does so. Which ones is private and drawn for each record by itself:
-            whatever they are, a record moves a sum by one clip, and so the promise holds
+    training: whether dropout is active. The masks of a record depend on its index and not on the other records of the
+            batch, so that a record moves a sum by one clip at most
     """
 
     listener: Callable[[Tensor], object] | None = None  # gets what each call gives
@@ -186,8 +186,7 @@ class Gradients:
         self._step, self._within = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
         self._keys: Tensor | None = None
         if training:
-            seeds = [secret.child("dropout").key[:8] for secret in pieces[0][1]]
-            self._keys = torch.tensor([int.from_bytes(seed, "little", signed=True) for seed in seeds], device=device)
+            self._keys = torch.tensor([secret.child("dropout").word for secret in pieces[0][1]], device=device)
         self.records = int(np.minimum(batch, stack.rows.counts).sum())  # of a step; how many were drawn is private
         self._piece = -1
         self.begin(0)
@@ -213,7 +212,7 @@ class Gradients:
         task = self._crowd.task
         rows, counted = (t.index_select(0, self._step)[0] for t in (self._index, self._mask))
         added = self._noise.index_select(0, self._within)[0]
-        key = None if self._keys is None else words(self._keys, self._step)
+        key = None if self._keys is None else words(words(self._keys, self._step)[:, None], rows)
         self._step.add_(1)
         self._within.add_(1)
         x = self._change(task.x[rows]) if self._change else task.x[rows]
@@ -252,13 +251,13 @@ def clipped_sum(
 
     Each record is given weights of its own, as if it were a client, as many at a time as `HELD` allows. With a `grid`
     each clipped gradient becomes whole multiples of clip / grid, rounded towards zero, and the sum counts these. With
-    keys [C] a model that drops units does so, for each record by itself.
+    keys [C, B] a model with dropout draws the masks of each record from the record's key.
     """
     summed = task.fused("private gradient", partial(_clipped_sum, task, clip, grid=grid), clip, grid)
     total = torch.zeros_like(weights, dtype=torch.float64)
     tensors = [x, y, mask]
     if key is not None and task.noisy:
-        tensors.append(words(key[:, None], torch.arange(mask.shape[1], device=key.device)))
+        tensors.append(key)
     for piece in zip(*(t.split(_at_once(weights), 1) for t in tensors), strict=True):
         total += summed(weights, *piece)[0]
     return total
