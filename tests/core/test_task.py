@@ -386,3 +386,20 @@ def test_a_model_that_is_no_module_is_one_sentence():
     data = fv.load("digits")
     with pytest.raises(TypeError, match=r"the model is a str; give an nn\.Module"):
         fv.Task("lenet5", data, fv.split("iid", data, 2, fv.Seed.root(0)))
+
+
+def test_what_is_no_data_split_or_list_is_named():
+    data, model = task_with(nn.Linear(4, 3)).data, nn.Linear(4, 3)
+    split = fv.split("iid", data, 2, fv.Seed.root(0))
+    with pytest.raises(TypeError, match=r"data is a tuple; make a Data, for instance with fedveil.data.from_tensors"):
+        fv.Task(model, (1, 2), split)
+    with pytest.raises(TypeError, match=r"split is a list; make a Split, for instance with fedveil.split"):
+        fv.Task(model, data, [[0], [1]])
+    with pytest.raises(ValueError, match=r"metrics is 'accuracy'; it is a list, such as \['accuracy'\]"):
+        fv.Task(model, data, split, metrics="accuracy")
+    with pytest.raises(ValueError, match=r"trainable is \[3\]; it is a list of patterns"):
+        fv.Task(model, data, split, trainable=[3])
+    with pytest.raises(ValueError, match="batch_norm is 'local', but the model has no batch norm layer; leave it out"):
+        fv.Task(model, data, split, batch_norm="local")
+    with pytest.raises(ValueError, match="groups is 0; it must be at least 1"):
+        fv.group_norm(model, 0)

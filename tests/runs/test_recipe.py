@@ -264,7 +264,7 @@ def test_none_is_text_where_a_key_takes_text_and_in_quotes():
     [
         ("rounds=none", "'rounds' is none; it must be a whole number"),
         ("method.local.lr=none", r"'method\.local\.lr' is none; it must be a number"),
-        ("method.local=none", r"'method\.local' holds several keys"),
+        ("method.local=none", r"'method\.local' cannot be none; leave it out for its default"),
     ],
 )
 def test_a_key_that_cannot_be_unset_is_one_sentence(change, told):

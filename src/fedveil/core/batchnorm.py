@@ -87,7 +87,9 @@ def find(model: nn.Module, trained: Sequence[str], policy: str | None) -> BatchN
     if policy is not None and policy not in POLICIES:
         raise ValueError(f"batch_norm is '{policy}'; use {', '.join(POLICIES[:-1])} or {POLICIES[-1]}")
     layers = {name: each for name, each in model.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)}
-    if policy == "frozen" or not layers:
+    if policy in POLICIES[:2] and not layers:
+        raise ValueError(f"batch_norm is '{policy}', but the model has no batch norm layer; leave it out")
+    if policy == "frozen":
         layers = {}
     elif policy is None:
         layers = {name: layer for name, layer in layers.items() if layer.training and not _fixed(name, layer, trained)}
@@ -187,6 +189,8 @@ def group_norm(model: nn.Module, groups: int = 32) -> nn.Module:
     The copy keeps each layer's weight and bias. A layer whose channels `groups` does not divide gets the largest
     number of groups below that does.
     """
+    if groups < 1:
+        raise ValueError(f"groups is {groups}; it must be at least 1")
     model = copy.deepcopy(model)
     for name, layer in list(model.named_modules()):
         if not isinstance(layer, nn.modules.batchnorm._BatchNorm):

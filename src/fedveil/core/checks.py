@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedveil.core.batchnorm import Batches, BatchNorms
-from fedveil.core.data import Data
+from fedveil.core.data import Data, Split
 from fedveil.core.functional import Inputs, call, first_line, output
 from fedveil.core.losses import Loss, class_scores, targets
 from fedveil.core.modes import Modes
@@ -40,6 +40,14 @@ MIXES = "mixes the records of a batch, so that padding changes a client's update
 INSTEAD = "nn.GroupNorm, nn.LayerNorm or nn.InstanceNorm without running statistics"
 
 
+def validate_types(data: Any, split: Any) -> None:
+    """Raise a TypeError if something else is given in the place of a `Data` or a `Split`."""
+    if not isinstance(data, Data):
+        raise TypeError(f"data is a {type(data).__name__}; make a Data, for instance with fedveil.data.from_tensors")
+    if not isinstance(split, Split):
+        raise TypeError(f"split is a {type(split).__name__}; make a Split, for instance with fedveil.split")
+
+
 def trained_names(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     """The names of the parameters that are trained: those that match a pattern, or that require gradients."""
     if not isinstance(model, nn.Module):
@@ -49,7 +57,7 @@ def trained_names(model: nn.Module, patterns: Sequence[str] | None) -> list[str]
         raise ValueError("the model has no parameters; there is nothing to train")
     names = [name for name, parameter in parameters.items() if parameter.requires_grad]
     if patterns is not None:
-        if isinstance(patterns, str) or not patterns:
+        if isinstance(patterns, str) or not patterns or not all(isinstance(each, str) for each in patterns):
             raise ValueError(f'trainable is {patterns!r}; it is a list of patterns, such as ["head.*"]')
         for pattern in patterns:
             if not fnmatch.filter(parameters, pattern):

@@ -136,6 +136,8 @@ class Metric:
 
 def metrics_of(given: Sequence[str | Metric | Measure | Loss]) -> tuple[Metric, ...]:
     """The metrics of a task from their names, functions or objects."""
+    if isinstance(given, str):
+        raise ValueError(f"metrics is '{given}'; it is a list, such as ['{given}']")
     found = []
     for each in given:
         if isinstance(each, str):

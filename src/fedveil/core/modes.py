@@ -26,7 +26,7 @@ class Modes:
         training, evaluation = clone(model), clone(model).eval()
         for name, layer in training.named_modules():
             if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-                layer.num_batches_tracked = None  # counts are nobody's business, and counting is a side effect
+                layer.num_batches_tracked = None  # a count that would change in every call
                 if f"{name}.running_mean" not in norms.statistics:
                     layer.eval()
         for layer in evaluation.modules():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fedveil.core.directions import GAMMA, words
+from fedveil.core.stackable import batched
 
 _ALPHA = -1.7580993408473766  # what SELU tends to far below 0
 _DROPOUTS = (
@@ -69,8 +70,8 @@ class Seeded(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _fill(self, func: Callable[..., Any], target: Tensor, a: Any, b: float = 0.0) -> Tensor:
-        """Draw into `target`, as stochastic depth does. One tensor cannot hold the draws of a stack, so a stack gets
-        another, and `target` becomes NaN lest somebody uses it."""
+        """Draw into `target`, as stochastic depth does. In a stack `target` cannot hold the draws of all clients, so
+        return a new tensor and fill `target` with NaN, which shows if a model uses it."""
         drawn: Tensor
         if func is Tensor.normal_:
             drawn = a + b * self._normal(target.shape)
@@ -82,7 +83,7 @@ class Seeded(TorchFunctionMode):
                 drawn = a + (b - a) * uniform
             else:
                 drawn = -(uniform + 2.0**-25).log() / a
-        stacked = _batched(drawn) and not _batched(target)
+        stacked = batched(drawn) and not batched(target)
         if not (stacked and target.is_floating_point()):
             return target.copy_(drawn)
         target.fill_(math.nan)
@@ -151,12 +152,8 @@ def _attention_dropout(args: Sequence[Any], given: Mapping[str, Any]) -> bool:
     return bool(args[4] if len(args) > 4 else given.get("dropout_p", 0.0))
 
 
-def _batched(tensor: Tensor) -> bool:
-    return bool(torch._C._functorch.is_batchedtensor(tensor))
-
-
 def silence(model: nn.Module) -> list[str]:
-    """Turn off, in place, dropout inside layers that nobody can look into; return their names."""
+    """Turn off dropout, in place, in layers that draw their masks internally; return their names."""
     silenced = []
     for name, module in model.named_modules():
         if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and module.dropout and module.training:

@@ -38,6 +38,11 @@ class Seed:
             key = hashlib.blake2b(tag + str(part).encode(), digest_size=16, key=key).digest()
         return Seed(key)
 
+    @property
+    def word(self) -> int:
+        """64 bits of the seed as an int64: the key of a counter-based generator (see `directions`)."""
+        return int.from_bytes(self.key[:8], "little", signed=True)
+
     def numpy(self) -> np.random.Generator:
         """A NumPy generator (PCG64) that starts here."""
         return np.random.Generator(np.random.PCG64(int.from_bytes(self.key, "little")))

@@ -64,8 +64,7 @@ class ClientStack:
 
     def keys(self, purpose: str) -> Tensor:
         """A public key for each client, int64 [C], from which random numbers are regrown (see `directions`)."""
-        seeds = [int.from_bytes(seed.key[:8], "little", signed=True) for seed in self.seeds(purpose)]
-        return torch.tensor(seeds, device=self.task.device)
+        return torch.tensor([seed.word for seed in self.seeds(purpose)], device=self.task.device)
 
     def slot(self, part: str) -> list[Any]:
         """What each client remembers of a part of the method; None: nothing yet."""

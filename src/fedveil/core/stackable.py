@@ -1,5 +1,5 @@
-"""Layers made so that they can be stacked over clients and differentiated twice: embeddings, and the attention of
-Hugging Face models."""
+"""Change the layers of a model that cannot be stacked over clients or differentiated twice: embeddings, and the
+attention of Hugging Face models."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 
 def prepare(model: nn.Module) -> None:
-    """Let the layers of a model compute the same by operations that can be stacked.
+    """Replace operations of a model, in place, by equivalent ones that can be stacked.
 
-    Fused attention has no second derivatives, and `vmap` runs it one client at a time. Masks are looked at while they
-    are made, to skip what masks nothing, which `vmap` refuses. And `vmap` forgets that an embedding's row for padding
-    has no gradient.
+    - Fused attention has no second derivatives, and `vmap` runs it one client at a time.
+    - transformers skips a mask that hides nothing. It reads the mask's values to find out, which `vmap` rejects.
+    - `vmap` ignores `padding_idx`, so that the embedding of the padding token would get a gradient.
     """
     for layer in model.modules():
         if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
@@ -39,8 +39,13 @@ def _keep_padding(index: int, _: nn.Module, args: tuple[Tensor, ...], kwargs: di
     return torch.where((tokens == index)[..., None], out.detach(), out)
 
 
+def batched(tensor: Tensor) -> bool:
+    """Return whether `vmap` is running and stacks this tensor."""
+    return bool(torch._C._functorch.is_batchedtensor(tensor))
+
+
 class _Tracing:
-    """Whether a tensor's values must not be looked at: while a graph is made of it, or while it is stacked."""
+    """transformers' test whether a tensor's values cannot be read, which is also true while it is stacked."""
 
     stacked = True
 
@@ -48,5 +53,4 @@ class _Tracing:
         self._before = before
 
     def __call__(self, tensor: Any = None) -> bool:
-        batched = isinstance(tensor, Tensor) and torch._C._functorch.is_batchedtensor(tensor)
-        return batched or bool(self._before(tensor))
+        return (isinstance(tensor, Tensor) and batched(tensor)) or bool(self._before(tensor))

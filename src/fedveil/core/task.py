@@ -18,7 +18,6 @@ from torch.func import vmap
 from torch.utils._pytree import tree_map
 
 from fedveil.core import batchnorm, checks
-from fedveil.core.attention import prepare
 from fedveil.core.batchnorm import Batches
 from fedveil.core.capability import GRADIENTS, RECORD_GRADIENTS, SECOND_DERIVATIVES, SOFT_LABELS, WAYS_OUT
 from fedveil.core.checks import full_precision, gives_class_scores, trained_names, validate_pure, validate_unmixed
@@ -30,6 +29,7 @@ from fedveil.core.message import Size
 from fedveil.core.metrics import LOSS, VALIDATION, Measure, Metric, Primary, chosen_metrics, measured, validate_metrics
 from fedveil.core.modes import Modes
 from fedveil.core.noise import Seeded
+from fedveil.core.stackable import prepare
 from fedveil.core.structure import inputs_of
 from fedveil.gpu.graphs import Fused
 from fedveil.gpu.products import Products
@@ -58,12 +58,13 @@ class Task:
         split: Split,
         *,
         loss: str | Loss = "cross-entropy",
-        trainable: Sequence[str] | None = None,
-        batch_norm: str | None = None,
         loss_options: Mapping[str, Any] | None = None,
         metrics: Sequence[str | Metric | Measure | Loss] = (),
+        trainable: Sequence[str] | None = None,
+        batch_norm: str | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
+        checks.validate_types(data, split)
         names = trained_names(model, trainable)
         batchnorm.require_statistics(model)
         self.norms = batchnorm.find(model, names, batch_norm)

@@ -18,6 +18,8 @@ from fedveil.runs.unset import NONE, optional, types_of, unset
 
 def typed(kind: type[Any], table: Any, path: str = "") -> Any:
     """An instance of a dataclass from a table, field by field."""
+    if table is None:
+        raise ValueError(f"'{path}' cannot be none; leave it out for its default")
     if not isinstance(table, Mapping):
         raise ValueError(f"'{path}' holds several keys ({', '.join(keys(kind))}); write '{path}.KEY'")
     table = dict(table)

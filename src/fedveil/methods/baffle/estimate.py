@@ -137,7 +137,7 @@ class Estimate:
 
 def key_of(seed: Seed) -> int:
     """The key of a round's directions: 64 bits of its public seed."""
-    return int.from_bytes(seed.child("directions").key[:8], "little", signed=True)
+    return seed.child("directions").word
 
 
 @dataclass(frozen=True)
