@@ -69,7 +69,7 @@ class _Recorder(LocalEngine):
     """Keeps each client's letters, and what it held in its notes before each."""
 
     def __init__(self) -> None:
-        super().__init__(stack=1, workers=1)
+        super().__init__(stack=1, workers=1, wire="bytes")
         self.kept: dict[tuple[int, int], tuple[Letter, dict[str, Any]]] = {}
 
     def deliver(self, letters: Sequence[Letter], deadline: float | None) -> Any:

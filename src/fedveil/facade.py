@@ -18,7 +18,7 @@ from fedveil.core.cohort import Engine
 from fedveil.core.identity import Identities
 from fedveil.core.ledger import Best, Ledger, Result, Row
 from fedveil.core.loop import Federation, trained_task
-from fedveil.core.message import Slots, moved
+from fedveil.core.message import Slots
 from fedveil.core.method import Method, State
 from fedveil.core.metrics import VALIDATION
 from fedveil.core.outcome import (
@@ -34,7 +34,7 @@ from fedveil.core.outcome import (
 )
 from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
-from fedveil.core.setup import init_state, private_root, settle
+from fedveil.core.setup import init_state, moved, private_root, settle
 from fedveil.core.task import Task
 from fedveil.engines.local import LocalEngine
 from fedveil.runs.fingerprint import decided, validate_same

@@ -36,7 +36,6 @@ from fedveil.core.message import (
     Slots,
     Weights,
     frame,
-    moved,
     pack,
     prefix,
     unframe,
@@ -44,6 +43,7 @@ from fedveil.core.message import (
 )
 from fedveil.core.method import State
 from fedveil.core.schema import check, size_limit
+from fedveil.core.setup import moved
 from fedveil.links.down import Train
 from fedveil.methods.qfedavg import QFedAvg
 from fedveil.methods.scaffold import Control

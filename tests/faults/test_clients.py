@@ -10,8 +10,8 @@ import torch
 import fedveil as fv
 from fedveil.codecs.raw import Update
 from fedveil.core.clients import Clients, Letter, Reply
-from fedveil.core.cohort import read_answer
 from fedveil.core.message import Envelope, Refused, frame
+from fedveil.core.receiver import read_answer
 from fedveil.engines import LocalEngine
 from toys import Tamper, Twice, linear_task
 
@@ -59,10 +59,10 @@ def test_every_beginning_of_an_answer_is_refused():
     where = Envelope(bytes(8), 1, CULPRIT)
     whole = frame(Update(torch.ones(8), 6), where)
     sizes = linear_task().sizes
-    assert read_answer(whole, Update, sizes, where).records == 6
+    assert read_answer(Reply(0, whole), Update, sizes, where).records == 6
     for cut in range(len(whole)):
         with pytest.raises(Refused, match="truncated"):
-            read_answer(whole[:cut], Update, sizes, where)
+            read_answer(Reply(0, whole[:cut]), Update, sizes, where)
 
 
 def test_a_straggler_is_late_in_its_round_and_refused_in_the_next(method):

@@ -80,7 +80,7 @@ class Garbling(LocalEngine):
 
     def deliver(self, letters: Sequence[Letter], deadline: float | None):
         nan = fv.core.message.pack(question_of(fv.FedAvg(), float("nan")))
-        return super().deliver([replace(x, payload=nan) if x.client == CLIENT else x for x in letters], deadline)
+        return super().deliver([replace(x, contents=nan) if x.client == CLIENT else x for x in letters], deadline)
 
 
 def test_the_ledger_says_that_and_why_a_client_refused_its_question():

@@ -44,7 +44,7 @@ class Noting(LocalEngine):
     """Keeps the letters it carries and the replies it brings back, and loses those that `lose(letter)` says."""
 
     def __init__(self, lose=lambda letter: False) -> None:
-        super().__init__(stack=1, workers=1)
+        super().__init__(stack=1, workers=1, wire="bytes")
         self.letters: list[Letter] = []
         self.replies: list[Reply] = []
         self.lose = lose

@@ -74,7 +74,8 @@ def test_long_gradients_do_not_lift_a_record_above_the_clipping_norm():
     assert clipping.largest(clipping.long("cpu"), 2) <= 1
     updates = torch.full((1, 4_000_000), 0.37)
     assert float(clipped(updates, 1.0).double().norm()) <= 1
-    total = fv.UserLevel(noise=1e-9).total(updates, ROOT)
+    how = fv.UserLevel(noise=1e-9)
+    total = how.noised_sum(how.clipped_sum(updates), ROOT)
     assert float(total.double().norm()) <= 1
 
 

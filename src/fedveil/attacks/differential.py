@@ -53,7 +53,7 @@ class Listening(LocalEngine):
     """Clients in this process, and a server that keeps every masked vector it is sent, by client."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(wire="bytes")
         self.heard: dict[int, Tensor] = {}
 
     def deliver(self, letters: Sequence[Letter], deadline: float | None) -> Iterable[Reply]:

@@ -46,7 +46,7 @@ class Half(Codec[HalfUpdate]):
     def encode(
         self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], stack: ClientStack | None
     ) -> list[HalfUpdate]:
-        return [HalfUpdate(row) for row in updates.to(HALVES[self.dtype]).cpu()]
+        return [HalfUpdate(row) for row in updates.to(HALVES[self.dtype])]
 
     def decode(self, task: Task, w: Tensor, payloads: Sequence[HalfUpdate]) -> Tensor:
         return schema.stack(payloads, "update").to(w.device).float()

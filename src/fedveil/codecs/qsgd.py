@@ -67,7 +67,7 @@ class Qsgd(Codec[Quantised]):
             draw = torch.rand(level.shape, generator=seed.child("rounding").torch()).to(level.device)
             codes = (level + draw).floor().clamp(-self.levels, self.levels) + self.levels
             packed = self._pack(codes.to(torch.uint8).flatten()[: len(update)])
-            rows.append(Quantised(packed.cpu(), scales.cpu()))
+            rows.append(Quantised(packed, scales))
         return rows
 
     def decode(self, task: Task, w: Tensor, payloads: Sequence[Quantised]) -> Tensor:

@@ -37,7 +37,7 @@ class Raw(Codec[Update]):
     def encode(
         self, task: Task, w: Tensor, updates: Tensor, seeds: Sequence[Seed], stack: ClientStack | None
     ) -> list[Update]:
-        return [Update(row) for row in updates.cpu()]
+        return [Update(row) for row in updates]
 
     def decode(self, task: Task, w: Tensor, payloads: Sequence[Update]) -> Tensor:
         return schema.stack(payloads, "update").to(w.device)

@@ -56,7 +56,7 @@ class TopK(Codec[Sparse]):
     ) -> list[Sparse]:
         places = updates.abs().topk(self.kept(task), dim=1).indices.sort(1).values
         values = updates.gather(1, places)
-        return [Sparse(v, p) for v, p in zip(values.cpu(), places.to(torch.int32).cpu(), strict=True)]
+        return [Sparse(v, p) for v, p in zip(values, places.to(torch.int32), strict=True)]
 
     def decode(self, task: Task, w: Tensor, payloads: Sequence[Sparse]) -> Tensor:
         values, places = (schema.stack(payloads, name).to(w.device) for name in ("values", "places"))

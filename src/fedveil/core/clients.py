@@ -15,6 +15,7 @@ from fedveil.core import message, schema
 from fedveil.core.account import Account
 from fedveil.core.exchange import Exchange
 from fedveil.core.identity import Identities, simulated
+from fedveil.core.loose import Loose
 from fedveil.core.memory import Memory
 from fedveil.core.message import Envelope, Refused
 from fedveil.core.seeds import Seed
@@ -33,15 +34,23 @@ _log = logging.getLogger("fedveil")
 
 @dataclass(frozen=True)
 class Letter:
-    """A question on its way to one client. Letters that share a payload are one broadcast."""
+    """A record on its way to or from one client: as bytes or, within a process, as it is (`Loose`).
+
+    Letters that share their contents are one broadcast.
+    """
 
     kind: int
     envelope: Envelope
-    payload: bytes
+    contents: bytes | Loose
 
     @property
     def client(self) -> int:
         return self.envelope.client
+
+    @property
+    def payload(self) -> bytes:
+        """The contents as bytes."""
+        return self.contents.payload if isinstance(self.contents, Loose) else self.contents
 
     @property
     def frame(self) -> bytes:
@@ -54,12 +63,13 @@ class Letter:
         return Letter(*message.envelope(frame), frame[message.PREFIX_BYTES :])
 
     def __len__(self) -> int:
-        return message.PREFIX_BYTES + len(self.payload)
+        return message.PREFIX_BYTES + len(self.contents)
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back from (or of) a client: a frame, or the reason why there is none."""
+    """What came back from (or of) a client: an answer, as a frame or within a process as a letter, or the reason why
+    there is none."""
 
     client: int
     frame: bytes = b""
@@ -68,6 +78,11 @@ class Reply:
     figures: Mapping[str, float] = field(default_factory=dict)  # what the client measured, known in simulation only
     wire_up: int = 0  # bytes of the engine's own message around the frame
     wire_down: int = 0  # and of the one around the question
+    letter: Letter | None = None  # of a client that was asked by a letter without bytes
+
+    def __len__(self) -> int:
+        """The bytes of the answer."""
+        return len(self.letter or self.frame)
 
 
 class Unanswered(Exception):
@@ -122,7 +137,7 @@ class Clients:
                 raise Refused("unknown client", f"there is no client {letter.client} here")
         if first.kind not in table:
             raise Refused("wrong kind", f"{self.method.name} has no question of kind {first.kind}")
-        question = message.unpack(first.payload, table[first.kind])
+        question = message.unpack(first.contents, table[first.kind])
         sizes = self.method.question_sizes(self.task)
         schema.check(question, {**sizes, **question.sizes()})
         self._open_round(first.envelope.round)
@@ -143,10 +158,11 @@ class Clients:
             sizes=sizes,
         )
         try:
-            with stack.followed(first.kind, first.payload):
+            with stack.followed(first):
                 answers = self.method.handlers[type(question)](stack, question)
-            for letter, answer in zip(letters, answers, strict=True):
-                schema.check(answer, {**self.method.schema(self.task, question, letter.client), **question.sizes()})
+            own = [{**self.method.schema(self.task, question, k), **question.sizes()} for k in ids]
+            for problem in filter(None, schema.check_all(answers, own)):
+                raise problem
         except Exception as error:
             if len(letters) > 1 or self.debug or not (self.discreet or stack.charged) or _about_question(error):
                 raise
@@ -155,8 +171,12 @@ class Clients:
         replies = []
         for i, (letter, answer) in enumerate(zip(letters, answers, strict=True)):
             figures = {name: values[i] for name, values in stack.figures.items()}
-            frame = message.frame(answer, letter.envelope)
-            replies.append(Reply(letter.client, frame, passes=stack.passes if i == 0 else 0, figures=figures))
+            told: dict[str, Any] = {"passes": stack.passes if i == 0 else 0, "figures": figures}
+            if isinstance(first.contents, Loose):  # asked without bytes, it answers without
+                told["letter"] = Letter(answer.kind, letter.envelope, message.loose(answer))
+            else:
+                told["frame"] = message.frame(answer, letter.envelope)
+            replies.append(Reply(letter.client, **told))
         for i, client in enumerate(ids):
             if slots := stack.kept_by(i):
                 self.memory.keep(client, round_, serial, slots)

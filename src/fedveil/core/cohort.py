@@ -17,7 +17,9 @@ from fedveil.core.clients import Clients, Letter, Reply
 from fedveil.core.exchange import Exchange
 from fedveil.core.identity import Identities
 from fedveil.core.ledger import Row, Stage
-from fedveil.core.message import Answer, Envelope, Question, Refused, Size
+from fedveil.core.loose import Loose
+from fedveil.core.message import Answer, Envelope, Question, Refused
+from fedveil.core.receiver import Receiver
 from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
@@ -179,40 +181,54 @@ class Cohort:
         """What `ask` does, without a quorum; a `stage` of a protocol is counted by itself in the ledger."""
         row = self._shared.row
         before = row.bytes_up, row.bytes_down
-        answers = self._exchange(question)
+        (answers,) = self.batches(question)
         if stage:
             up, down = row.bytes_up - before[0], row.bytes_down - before[1]
             row.secure.append(Stage(stage, len(answers) + len(answers.missing), len(answers), up, down))
         return answers
 
-    def _exchange(self, question: Question | Mapping[int, Question]) -> Answers:
-        shared, task = self._shared, self.task
+    def batches(self, question: Question | Mapping[int, Question], most: int | None = None) -> Iterator[Answers]:
+        """Ask as `exchange` does. The answers come in batches of at most `most`, as the engine gives them; without
+        `most` they are one batch. Who is missing is known with the last batch."""
+        shared = self._shared
         questions = question if isinstance(question, Mapping) else dict.fromkeys(self.ids, question)
         if not set(questions) <= set(self.ids):
             raise ValueError(f"clients {sorted(set(questions) - set(self.ids))} are not in this cohort")
         serial, shared.serial = shared.serial, shared.serial + 1
-        payloads: dict[int, bytes] = {}
-        letters: list[Letter] = []
         missing: dict[int, str] = {}
+        letters = self._letters(questions, serial, missing)
+        replies: Iterable[Reply] = shared.engine.deliver(letters, shared.sampler.deadline) if letters else ()
+        if most is None or len(letters) <= most:
+            replies, most = sorted(replies, key=lambda reply: reply.client), len(questions) + 1
+        receiver = Receiver(shared.method, self.task, shared.row, shared.run, questions, serial, missing)
+        for reply in replies:
+            receiver.take(reply)
+            if len(receiver) >= most:
+                yield Answers(receiver.usable(), {})
+        rest = receiver.usable()
+        for letter in letters:
+            if letter.client not in receiver.answered:
+                missing.setdefault(letter.client, "late: no answer when the question closed")
+        shared.row.missing.update({str(k): reason for k, reason in missing.items()})
+        self.note(**{name: sum(values) / len(values) for name, values in receiver.figures.items()})
+        yield Answers(rest, missing)
+
+    def _letters(self, questions: Mapping[int, Question], serial: int, missing: dict[int, str]) -> list[Letter]:
+        """The questions on their way, without those of clients that drop out."""
+        shared, letters = self._shared, list[Letter]()
+        packed: dict[int, bytes | Loose] = {}
+        loose = getattr(shared.engine, "wire", "bytes") == "memory"
         for client, q in sorted(questions.items()):
-            if id(q) not in payloads:
-                schema.check(q, {**shared.method.question_sizes(task), **q.sizes()})
-                payloads[id(q)] = message.pack(q)
-            where = Envelope(shared.run, self.round, client, serial)
-            letter = Letter(q.kind, where, payloads[id(q)])
+            if id(q) not in packed:
+                schema.check(q, {**shared.method.question_sizes(self.task), **q.sizes()})
+                packed[id(q)] = message.loose(q) if loose else message.pack(q)
+            letter = Letter(q.kind, Envelope(shared.run, self.round, client, serial), packed[id(q)])
             shared.row.count_down(client, len(letter))
-            fate = self._fate(client, serial)
-            if fate:
+            if fate := self._fate(client, serial):
                 missing[client] = fate
             else:
                 letters.append(letter)
-        replies = shared.engine.deliver(letters, shared.sampler.deadline) if letters else ()
-        answers = self._receive(replies, questions, serial, missing)
-        for letter in letters:
-            if letter.client not in answers:
-                missing.setdefault(letter.client, "late: no answer when the question closed")
-        shared.row.missing.update({str(k): reason for k, reason in missing.items()})
-        return Answers(answers, missing)
+        return letters
 
     def require(self, usable: int, asked: int) -> None:
         """Raise `BelowQuorum` if of the clients asked too few gave an answer that can be used."""
@@ -230,51 +246,3 @@ class Cohort:
             return "dropped"
         wait = rng.exponential(sampler.latency) if sampler.latency else 0.0
         return f"late: {wait:.3g} s" if sampler.deadline is not None and wait > sampler.deadline else ""
-
-    def _receive(
-        self, replies: Iterable[Reply], questions: Mapping[int, Question], serial: int, missing: dict[int, str]
-    ) -> dict[int, Answer]:
-        """Check every reply; the first valid one of a client counts, and nothing else changes anything."""
-        shared = self._shared
-        answers: dict[int, Answer] = {}
-        figures: dict[str, list[float]] = {}
-        for reply in replies:
-            shared.row.passes += reply.passes
-            shared.row.wire_up += reply.wire_up
-            shared.row.wire_down += reply.wire_down
-            for name, value in reply.figures.items():
-                figures.setdefault(name, []).append(value)
-            if reply.client not in questions:
-                shared.row.events.append(f"client {reply.client}: refused: unknown client: it was not asked")
-                continue
-            if reply.frame:
-                shared.row.count_up(reply.client, len(reply.frame))
-            if reply.client in answers:
-                shared.row.events.append(f"client {reply.client}: refused: duplicate: the first answer counts")
-                continue
-            if reply.problem:
-                missing[reply.client] = reply.problem
-                continue
-            question = questions[reply.client]
-            expected = Envelope(shared.run, self.round, reply.client, serial)
-            try:
-                sizes = {**shared.method.schema(self.task, question, reply.client), **question.sizes()}
-                answers[reply.client] = read_answer(reply.frame, shared.method.reply(question), sizes, expected)
-                if reply.client in missing:
-                    shared.row.events.append(f"client {reply.client}: {missing.pop(reply.client)}, then it answered")
-            except Refused as error:
-                missing[reply.client] = f"refused: {error}"
-        self.note(**{name: sum(values) / len(values) for name, values in figures.items()})
-        return answers
-
-
-def read_answer(frame: bytes, kind: type[Answer], sizes: Mapping[str, Size], expected: Envelope) -> Answer:
-    """A frame from outside -> an answer that may be used. Raises `Refused`."""
-    answer, where = message.unframe(frame, {kind.kind: kind}, schema.size_limit(kind, sizes))
-    for part in ("run", "client", "round", "serial"):
-        found, wanted = getattr(where, part), getattr(expected, part)
-        if found != wanted:
-            raise Refused(f"wrong {part}", f"{found!r} where {wanted!r} was expected")
-    schema.check(answer, sizes)
-    assert isinstance(answer, Answer)
-    return answer

@@ -23,7 +23,7 @@ import math
 import struct
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -31,6 +31,8 @@ import msgspec
 import torch
 from msgspec import Meta
 from torch import Tensor
+
+from fedveil.core.loose import LENGTH, Loose
 
 if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("fedveil writes tensors as they lie in memory and needs a little-endian machine")
@@ -50,7 +52,6 @@ DTYPES = (
 _CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
 _PREFIX = struct.Struct("<2sBB8sIIHH")
 PREFIX_BYTES = _PREFIX.size
-_LENGTH = struct.Struct("<I")
 _HEAD_LIMIT = 1 << 16  # a head holds scalars and shapes; what is longer is not ours
 _DIMS_LIMIT = 8
 _DETAIL_LIMIT = 300  # a refusal quotes what was found, and a ledger must not swell with it
@@ -70,17 +71,17 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """A closed, typed, immutable set of numbers. Subclasses state the schema beside each field."""
 
     kind: ClassVar[int]
-    common: ClassVar[tuple[str, ...] | None] = (
-        None  # which fields of a client's memory are the server's (ClientStack.basis)
-    )
+    common: ClassVar[tuple[str, ...] | None] = None  # fields of a client's memory that are the server's
+
+
+class Container(Record, frozen=True):
+    """A record whose head may be long because it holds other frames (a checkpoint)."""
 
 
 class Answer(Record, frozen=True):
     """What a client sends to the server."""
 
-    additive: ClassVar[bool] = (
-        False  # whether answers add up, tensor by tensor, and a sum of them is all that is needed
-    )
+    additive: ClassVar[bool] = False  # whether a sum of answers, tensor by tensor, is all that is needed
 
 
 class Question(Record, frozen=True):
@@ -122,6 +123,7 @@ Size = int | tuple[int, ...] | torch.dtype
 Weights = Annotated[Tensor, Shape(("weights",))]
 Count = Annotated[int, Meta(ge=1, le=10**9)]
 R = TypeVar("R", bound=Record)
+Payload = bytes | memoryview | Loose
 KINDS: dict[int, type[Record]] = {}
 
 
@@ -175,12 +177,12 @@ class Envelope:
 
 def pack(record: Record) -> bytes:
     """The part of a frame that does not depend on who it is for: a broadcast is packed once."""
-    return b"".join(_parts(record))
+    return loose(record).payload
 
 
 def frame(record: Record, envelope: Envelope) -> bytes:
     """The whole frame, copied once."""
-    return b"".join([prefix(record.kind, envelope), *_parts(record)])
+    return b"".join([prefix(record.kind, envelope), *loose(record).parts()])
 
 
 def prefix(number: int, to: Envelope) -> bytes:
@@ -190,22 +192,11 @@ def prefix(number: int, to: Envelope) -> bytes:
 
 def size(record: Record) -> int:
     """The length of its frame. The tensors may be of torch's `meta` device, which have no values."""
-    head, tensors = _head(record)
-    padded = (4 + len(head), *(tensor.numel() * tensor.itemsize for tensor in tensors))
-    return PREFIX_BYTES + sum(length + -length % 8 for length in padded)
+    return PREFIX_BYTES + len(loose(record))
 
 
-def _parts(record: Record) -> list[Any]:
-    head, tensors = _head(record)
-    parts: list[Any] = [_LENGTH.pack(len(head)), head, bytes(-(4 + len(head)) % 8)]
-    for tensor in tensors:
-        raw = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
-        parts += [raw.data, bytes(-len(raw) % 8)]
-    return parts
-
-
-def _head(record: Record) -> tuple[bytes, list[Tensor]]:
-    """The record without its tensors' values, and the tensors."""
+def loose(record: Record) -> Loose:
+    """The payload of a record without a copy of its tensors."""
     tensors: list[Tensor] = []
 
     def hoist(value: Any) -> Any:
@@ -215,13 +206,13 @@ def _head(record: Record) -> tuple[bytes, list[Tensor]]:
             raise TypeError(f"a record cannot hold a {type(value).__name__}")
         if value.dtype not in _CODE or value.numel() == 0 or value.dim() > _DIMS_LIMIT:
             raise ValueError(f"{type(record).__name__}: no reader takes a {value.dtype} of shape {tuple(value.shape)}")
-        tensors.append(value)
+        tensors.append(value.detach())
         return (_CODE[value.dtype], tuple(value.shape))
 
     head = msgspec.msgpack.encode(record, enc_hook=hoist)
     if len(head) > _HEAD_LIMIT and not isinstance(record, Container):
         raise ValueError(f"{type(record).__name__} has {len(head)} bytes of scalars; put long lists into a tensor")
-    return head, tensors
+    return Loose(head, tuple(tensors))
 
 
 def envelope(data: bytes | memoryview) -> tuple[int, Envelope]:
@@ -242,23 +233,30 @@ def unframe(data: bytes, expected: Mapping[int, type[Record]], limit: int) -> tu
     if len(data) > limit:
         raise Refused("too large", f"{len(data)} bytes where at most {limit} were expected")
     number, where = envelope(data)
+    return opened(memoryview(data)[_PREFIX.size :], number, expected, limit), where
+
+
+def opened(payload: Payload, number: int, expected: Mapping[int, type[Record]], limit: int) -> Record:
+    """Read the payload of a frame of kind `number`, as `unframe` does."""
+    if PREFIX_BYTES + len(payload) > limit:
+        raise Refused("too large", f"{PREFIX_BYTES + len(payload)} bytes where at most {limit} were expected")
     if number not in expected:
         names = ", ".join(t.__name__ for t in expected.values())
         raise Refused("wrong kind", f"kind {number} where {names} was expected")
-    return unpack(memoryview(data)[_PREFIX.size :], expected[number]), where
+    return unpack(payload, expected[number])
 
 
-def unpack(payload: bytes | memoryview, record: type[R]) -> R:
-    """The record of a payload (a frame without its prefix). Tensors are views of the payload."""
+def unpack(payload: Payload, record: type[R]) -> R:
+    """The record of a payload (a frame without its prefix). Tensors are views of the payload, or its own."""
+    if isinstance(payload, Loose):
+        return _gathered(payload, record)
     view = memoryview(payload)
-    if len(view) < _LENGTH.size:
+    if len(view) < LENGTH.size:
         raise Refused("truncated", "the frame ends before its head")
-    (length,) = _LENGTH.unpack_from(view)
-    if length > len(view) - _LENGTH.size:
-        raise Refused("truncated", f"a head of {length} bytes in a frame with {len(view) - _LENGTH.size} left")
-    if length > _HEAD_LIMIT and not issubclass(record, Container):
-        raise Refused("too large", f"a head of {length} bytes; at most {_HEAD_LIMIT} are read")
-    end = _LENGTH.size + length
+    (length,) = LENGTH.unpack_from(view)
+    if length > len(view) - LENGTH.size:
+        raise Refused("truncated", f"a head of {length} bytes in a frame with {len(view) - LENGTH.size} left")
+    end = LENGTH.size + length
     at = body = end + -end % 8
 
     def settle(expected: type, value: Any) -> Any:
@@ -275,21 +273,48 @@ def unpack(payload: bytes | memoryview, record: type[R]) -> R:
             raise Refused("malformed", "the padding behind a tensor is not zero bytes")
         return torch.frombuffer(view[start : start + size], dtype=dtype).view(shape)
 
-    head = view[_LENGTH.size : end]
-    try:
-        found, wanted = len(_FIELDS.decode(head)), len(record.__struct_fields__)
-        if found != wanted:  # msgspec would fill a missing field with its default
-            raise Refused("wrong field", f"{record.__name__} has {wanted} fields, not {found}")
-        result = msgspec.msgpack.decode(head, type=record, dec_hook=settle)
-    except msgspec.ValidationError as error:
-        raise Refused("wrong field", f"{record.__name__}: {_plain(error)}") from None
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, MemoryError) as error:
-        raise Refused("malformed", f"{record.__name__}: {_plain(error)}") from None
+    result = _decoded(view[LENGTH.size : end], record, settle)
     if any(view[end:body]):
         raise Refused("malformed", "the padding behind the head is not zero bytes")
     if at != len(view):
         raise Refused("trailing bytes" if at < len(view) else "truncated", f"{len(view)} bytes where {at} belong")
     return result
+
+
+def _gathered(payload: Loose, record: type[R]) -> R:
+    """The record of a payload in memory, read like any other but for its tensors."""
+    left = list(payload.tensors)
+
+    def settle(expected: type, value: Any) -> Any:
+        if expected is Slots:
+            return _slots(value)
+        dtype, shape = _described(value)
+        if not left:
+            raise Refused("truncated", f"a tensor of shape {shape} in a message that has no more of them")
+        tensor = left.pop(0)
+        if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
+            raise Refused("malformed", f"a tensor of shape {tuple(tensor.shape)} is described as one of {shape}")
+        return tensor
+
+    result = _decoded(payload.head, record, settle)
+    if left:
+        raise Refused("trailing bytes", f"{len(left)} tensors are more than {record.__name__} has")
+    return result
+
+
+def _decoded(head: bytes | memoryview, record: type[R], settle: Callable[[type, Any], Any]) -> R:
+    """The record of a head, in which `settle` puts tensors and slots in the place of their descriptions."""
+    if len(head) > _HEAD_LIMIT and not issubclass(record, Container):
+        raise Refused("too large", f"a head of {len(head)} bytes; at most {_HEAD_LIMIT} are read")
+    try:
+        found, wanted = len(_FIELDS.decode(head)), len(record.__struct_fields__)
+        if found != wanted:  # msgspec would fill a missing field with its default
+            raise Refused("wrong field", f"{record.__name__} has {wanted} fields, not {found}")
+        return msgspec.msgpack.decode(head, type=record, dec_hook=settle)
+    except msgspec.ValidationError as error:
+        raise Refused("wrong field", f"{record.__name__}: {_plain(error)}") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, MemoryError) as error:
+        raise Refused("malformed", f"{record.__name__}: {_plain(error)}") from None
 
 
 def _plain(error: Exception) -> str:
@@ -318,20 +343,6 @@ with warnings.catch_warnings():  # torch says once that bytes are read-only; so,
     torch.frombuffer(bytes(1), dtype=torch.uint8)
 
 
-class Container(Record, frozen=True):
-    """A record whose head may be long because it holds other frames (a checkpoint)."""
-
-
 def unfold(data: bytes) -> Record:
     """A record of any known kind from its frame on a disk. Raises `Refused`."""
     return unframe(data, KINDS, len(data))[0]
-
-
-def moved(record: R, device: torch.device | str) -> R:
-    """The same record with its tensors, and those of its slots, on `device`."""
-    values = {name: getattr(record, name) for name in record.__struct_fields__}
-    there: dict[str, Any] = {n: v.to(device).clone() for n, v in values.items() if isinstance(v, Tensor)}
-    for name, value in values.items():
-        if isinstance(value, Slots):
-            there[name] = Slots({part: moved(kept, device) for part, kept in value.items()})
-    return msgspec.structs.replace(record, **there)

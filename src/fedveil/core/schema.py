@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -36,13 +36,42 @@ def fields(record: type[Record]) -> dict[str, Shape]:
 
 def check(record: Record, sizes: Mapping[str, Size]) -> None:
     """Hold a record against its schema: dtypes, exact shapes, finite, in range. Raises `Refused`."""
+    for problem in check_all([record], [sizes]):
+        if problem:
+            raise problem
+
+
+def check_all(records: Sequence[Record], sizes: Sequence[Mapping[str, Size]]) -> list[Refused | None]:
+    """What is wrong with each record, held against its schema as by `check`; None: nothing.
+
+    The values of one field of all records are looked at together, on their device.
+    """
+    found: list[Refused | None] = [None] * len(records)
+    columns: dict[tuple[int, Shape], list[tuple[int, str, Tensor]]] = {}  # by place in the record
+    for i, (record, own) in enumerate(zip(records, sizes, strict=True)):
+        try:
+            for place, (name, tensor, shape) in enumerate(_tensors(record, own)):
+                columns.setdefault((place, shape), []).append((i, name, tensor))
+        except Refused as error:
+            found[i] = error
+    for (_, shape), column in columns.items():  # places come in order, so what is told of a record is its first fault
+        held = [(i, name, tensor) for i, name, tensor in column if found[i] is None]
+        for (i, name, tensor), low, high in zip(held, *extremes([tensor for *_, tensor in held]), strict=True):
+            found[i] = _problem(name, tensor, shape, low, high)
+    return found
+
+
+def _tensors(record: Record, sizes: Mapping[str, Size]) -> Iterator[tuple[str, Tensor, Shape]]:
+    """The tensors of a record, with their names and schemas. Raises `Refused` for all but their values."""
     for name in record.__struct_fields__:
         value = getattr(record, name)
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, Tensor):
-                _check_tensor(name, item, fields(type(record))[name], sizes)
+                shape = fields(type(record))[name]
+                _check_form(name, item, shape, sizes)
+                yield name, item, shape
             elif isinstance(item, Record):
-                check(item, sizes)
+                yield from _tensors(item, sizes)
             elif isinstance(item, float) and not math.isfinite(item):
                 raise Refused("not finite", f"{name} is {item}")
     records = getattr(record, "records", None)
@@ -51,22 +80,56 @@ def check(record: Record, sizes: Mapping[str, Size]) -> None:
         raise Refused("out of range", f"records is {records}, the largest client has {largest}")
 
 
-def _check_tensor(name: str, tensor: Tensor, schema: Shape, sizes: Mapping[str, Size]) -> None:
+def _check_form(name: str, tensor: Tensor, schema: Shape, sizes: Mapping[str, Size]) -> None:
     dtype, shape = schema.bind(sizes)
     if tensor.dtype != dtype:
         raise Refused("wrong dtype", f"{name} is {tensor.dtype}, expected {dtype}")
     if tuple(tensor.shape) != shape:
         raise Refused("wrong shape", f"{name} is {tuple(tensor.shape)}, expected {shape}")
-    ordered = tensor.long() if tensor.dtype == torch.uint32 else tensor  # torch does not order uint32
-    low, high = (float(v) for v in torch.aminmax(ordered))  # one pass; NaN comes through
+
+
+def _problem(name: str, tensor: Tensor, schema: Shape, low: float, high: float) -> Refused | None:
+    """What is wrong with the values of a tensor, which reach from `low` to `high`."""
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise Refused("not finite", f"{name} holds a value that is not a finite number")
+        return Refused("not finite", f"{name} holds a value that is not a finite number")
     if low < schema.low or high > schema.high:
-        raise Refused(
-            "out of range", f"{name} reaches from {low:g} to {high:g}, allowed is {schema.low:g} to {schema.high:g}"
-        )
+        allowed = f"{schema.low:g} to {schema.high:g}"
+        return Refused("out of range", f"{name} reaches from {low:g} to {high:g}, allowed is {allowed}")
     if schema.simplex and (low < 0 or float((tensor.sum(-1) - 1).abs().max()) > 1e-4):
-        raise Refused("out of range", f"{name} has rows that are not probabilities")
+        return Refused("out of range", f"{name} has rows that are not probabilities")
+    return None
+
+
+def extremes(tensors: Sequence[Tensor]) -> tuple[list[float], list[float]]:
+    """The least and the largest value of each tensor; NaN if it holds one. Of rows of one stack in one pass."""
+    rows = _rows(tensors)
+    if rows is None and tensors and tensors[0].is_cuda and len({(t.shape, t.dtype, t.device) for t in tensors}) == 1:
+        rows = torch.stack(list(tensors))  # a copy costs less than to wait for each
+    if rows is None:
+        pairs = [torch.aminmax(_ordered(tensor)) for tensor in tensors]
+        return [float(low) for low, _ in pairs], [float(high) for _, high in pairs]
+    low, high = torch.aminmax(_ordered(rows).flatten(1), dim=1)
+    least, largest = torch.stack([low, high]).tolist()
+    return least, largest
+
+
+def _ordered(tensor: Tensor) -> Tensor:
+    return tensor.long() if tensor.dtype == torch.uint32 else tensor  # torch does not order uint32
+
+
+def _rows(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The stack [C, …] whose rows, in order, these tensors are; None if they are not."""
+    if len(tensors) < 2 or tensors[0].dim() == 0 or not all(t.is_contiguous() for t in tensors):
+        return None
+    first = tensors[0]
+    begin, apart = first.storage_offset(), first.numel()
+    same = (first.shape, first.dtype, first.untyped_storage().data_ptr())
+    for i, tensor in enumerate(tensors):
+        if (tensor.shape, tensor.dtype, tensor.untyped_storage().data_ptr()) != same:
+            return None
+        if tensor.storage_offset() != begin + i * apart:
+            return None
+    return first.as_strided((len(tensors), *first.shape), (apart, *first.stride()))
 
 
 def blank(record: type[R], sizes: Mapping[str, Size]) -> R:
@@ -99,8 +162,9 @@ def _most(sizes: Mapping[str, Size]) -> int:
 
 
 def stack(records: Sequence[Record], name: str) -> Tensor:
-    """One tensor field (or number) of several records, stacked: [C, …]."""
+    """One tensor field (or number) of several records, stacked: [C, …]. Rows of one stack are not copied."""
     values = [getattr(record, name) for record in records]
     if isinstance(values[0], Tensor):
-        return torch.stack(values)
+        rows = _rows(values)
+        return torch.stack(values) if rows is None else rows
     return torch.tensor(values)

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -22,6 +22,22 @@ from fedveil.core.task import Task
 
 OWN_NOTE = "secure sum"  # the first words of every note that the secure sum keeps for itself
 TRAIL = "asked"  # the note of which questions left the others
+AT_ONCE = 1 << 30  # bytes of weights that a stack of clients holds, and of updates that a server merges at once
+
+
+def at_once(task: Task) -> int:
+    """How many clients' weights are held at once."""
+    return max(1, AT_ONCE // (4 * task.layout.size))
+
+
+class Asked(Protocol):
+    """A question with its bytes, which are made when somebody asks for them."""
+
+    @property
+    def kind(self) -> int: ...
+
+    @property
+    def payload(self) -> bytes: ...
 
 
 @dataclass
@@ -102,19 +118,19 @@ class ClientStack:
         return hashed(kind.to_bytes(3, "little"), payload), [_common(memory, seen) for memory in self.memory]
 
     @contextlib.contextmanager
-    def followed(self, kind: int, payload: bytes | memoryview) -> Iterator[None]:
+    def followed(self, question: Asked) -> Iterator[None]:
         """Keep the trail of the notes that a question leaves. One that left notes and is asked again, because the
         server was killed, takes a client back to where it was: notes that came later are forgotten."""
         if any(TRAIL in note for note in self.notes):
-            question, held = self._supplied(kind, payload)
+            asked, held = self._supplied(question.kind, question.payload)
             for note, own in zip(self.notes, held, strict=True):
-                _take_back(note, question, own)
+                _take_back(note, asked, own)
         before = [dict(note) for note in self.notes]
         try:
             yield
         finally:
             left = [_left(note, was) for note, was in zip(self.notes, before, strict=True)]
-            bases = self.basis(kind, payload) if any(left) else [b""] * len(self)
+            bases = self.basis(question.kind, question.payload) if any(left) else [b""] * len(self)
             for note, names, basis in zip(self.notes, left, bases, strict=True):
                 if names:
                     note[TRAIL] = msgspec.msgpack.encode([*_trail(note), Link(basis, names)])

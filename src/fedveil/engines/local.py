@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from contextvars import copy_context
 
 import torch
 
 from fedveil.core.clients import Clients, Letter, Reply
+from fedveil.core.loose import Loose
 from fedveil.core.message import KINDS
+from fedveil.core.stack import at_once
 from fedveil.core.task import Task
 from fedveil.gpu.context import using
 from fedveil.gpu.graphs import one_thread
@@ -23,6 +26,8 @@ from fedveil.gpu.host import keep_freed_memory
 # then it is a worker a core, a client at a time. Multiply-adds a record where the second begins; the digits CNN has 25
 # thousand, LeNet5 416 thousand (`make bench`).
 LARGE = 100_000
+AHEAD = 4  # stacks a worker that are begun before the first is handed over
+WIRES = ("memory", "bytes")
 
 
 def cores() -> int:
@@ -45,14 +50,23 @@ class LocalEngine:
     workers: stacks trained beside each other, each on one thread; None lets the engine choose
     debug:   one client at a time, and the first failure ends the run with its client, question and shapes
     compile: on a GPU, compile the heaviest steps (see graphs.Fused): up to a minute each at first, then faster
+    wire:    "memory" hands records over as they are, "bytes" encodes and reads every message as if it travelled; both
+             have the same results and count the same bytes
     """
 
     def __init__(
-        self, stack: int | None = None, workers: int | None = None, debug: bool = False, compile: bool = False
+        self,
+        stack: int | None = None,
+        workers: int | None = None,
+        debug: bool = False,
+        compile: bool = False,
+        wire: str = "memory",
     ) -> None:
+        if wire not in WIRES:
+            raise ValueError(f"wire is '{wire}'; use {' or '.join(WIRES)}")
         if (stack is not None and stack < 1) or (workers is not None and workers < 1):
             raise ValueError("stack and workers are at least 1; leave them out to let the engine choose")
-        self.stack, self.workers, self.debug, self.compile = stack, workers, debug, compile
+        self.stack, self.workers, self.debug, self.compile, self.wire = stack, workers, debug, compile, wire
         self._clients: Clients | None = None
         self._pool: ThreadPoolExecutor | None = None
 
@@ -83,30 +97,43 @@ class LocalEngine:
             self._pool = None
 
     def deliver(self, letters: Sequence[Letter], deadline: float | None) -> Iterable[Reply]:
-        """Answer every letter. Letters of one payload are stacked; a time limit is simulated elsewhere."""
+        """Answer every letter, stack by stack. Letters of one question are stacked; a time limit is simulated
+        elsewhere."""
         stacks = self._stacks(letters)
-        with self.launching():
-            if self._pool:
-                contexts = [copy_context() for _ in stacks]  # of this run, for the threads of the pool
-                done = list(self._pool.map(lambda context, own: context.run(self._answer, own), contexts, stacks))
-            else:
-                with one_thread():
-                    done = [self._answer(stack) for stack in stacks]
-        return sorted((reply for replies in done for reply in replies), key=lambda reply: reply.client)
+        if self._pool:
+            under_way: deque[Future[list[Reply]]] = deque()
+            for stack in stacks:
+                if len(under_way) == AHEAD * self._lanes:
+                    yield from under_way.popleft().result()
+                with self.launching():
+                    context = copy_context()  # of this run, for a thread of the pool
+                under_way.append(self._pool.submit(context.run, self._answer, stack))
+            while under_way:
+                yield from under_way.popleft().result()
+            return
+        for stack in stacks:
+            with self.launching(), one_thread():
+                done = self._answer(stack)
+            yield from done
 
     def _stacks(self, letters: Sequence[Letter]) -> list[list[Letter]]:
         """Clients of like size together, so that little of a stack is padding; as many stacks as there are workers."""
         assert self._clients
         sizes = self._clients.task.clients.sizes
-        groups: dict[tuple[int, bytes], list[Letter]] = {}
+        groups: dict[tuple[int, bytes | Loose], list[Letter]] = {}
         for letter in letters:
-            groups.setdefault((letter.kind, letter.payload), []).append(letter)
+            groups.setdefault((letter.kind, letter.contents), []).append(letter)
         stacks = []
         for group in groups.values():
             group.sort(key=lambda letter: (sizes[letter.client], letter.client))
-            size = self._fits if self.stack else min(self._fits, math.ceil(len(group) / self._lanes))
+            size = self._fits if self.stack else min(self._fits, math.ceil(len(group) / self._parts(len(group))))
             stacks += [group[i : i + size] for i in range(0, len(group), size)]
         return stacks
+
+    def _parts(self, clients: int) -> int:
+        """How many stacks of equal size so many clients are: one a worker, more if they would be too large."""
+        assert self._clients
+        return max(self._lanes, math.ceil(clients / at_once(self._clients.task)))
 
     def _answer(self, stack: list[Letter], again: bool = False) -> list[Reply]:
         """Answer as one stack; if that fails, as two halves, down to the guilty client, who alone fails."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +12,13 @@ from torch import Tensor
 
 from fedveil.codecs.base import Codec
 from fedveil.codecs.fit import cosine
+from fedveil.core import schema
 from fedveil.core.batchnorm import SLOT, Norms
 from fedveil.core.cohort import Answers, Cohort
 from fedveil.core.forecast import Compute, Turn
-from fedveil.core.message import Answer, Question, Record, Refused, Size
+from fedveil.core.message import Answer, Question, Refused, Size
 from fedveil.core.method import State
-from fedveil.core.stack import ClientStack
+from fedveil.core.stack import ClientStack, at_once
 from fedveil.core.task import Task
 from fedveil.links.payloads import Payloads
 from fedveil.links.up import Answering, Given, Total, Uplink
@@ -48,32 +49,35 @@ class Decoded(Uplink):
     # ------------------------------------------------------------------------------------------------ the server
 
     def collect(self, state: State, cohort: Cohort, question: Question, at: Tensor) -> Total:
-        answers = cohort.ask(question) if self.aggregator.quorum else cohort.exchange(question)
-        usable = self.usable(answers, cohort)
-        rows, clients = self.decoded(usable, cohort, at)
+        merged = Merged(self.aggregator, len(at))
+        told: dict[str, dict[int, float]] = {name: {} for name, _ in self.payloads.scalars}
+        answered = 0
+        for answers in cohort.batches(question, self._at_once(cohort.task)):
+            usable = self.usable(answers, cohort)
+            rows, clients = self.decoded(usable, cohort, at)
+            kept = [usable[k] for k in clients]
+            weights = torch.tensor([a.records for a in kept], device=at.device) if self.payloads.counted else None
+            statistics = schema.stack(kept, "statistics").to(at.device) if self.payloads.statistics and kept else None
+            merged.add(rows, weights, statistics)
+            for name, each in told.items():
+                each.update({k: getattr(usable[k], name) for k in clients})
+            answered += len(answers)
         if self.aggregator.quorum:
-            cohort.require(len(clients), len(cohort))
-        kept = [usable[k] for k in clients]
-        weights = torch.tensor([a.records for a in kept], device=at.device) if self.payloads.counted else None
-        widths = [len(at)] * len(rows)
-
-        @cache
-        def merged() -> Mapping[str, Tensor]:
-            if not self.aggregator.joint:
-                return {name: self.aggregator.merge(vectors, weights, cohort) for name, vectors in rows.items()}
-            whole = self.aggregator.merge(joined(list(rows.values())), weights, cohort)
-            return dict(zip(rows, whole.split(widths), strict=True))
-
-        told = {name: {k: getattr(usable[k], name) for k in clients} for name, _ in self.payloads.scalars}
+            cohort.require(answered, len(cohort))
+            cohort.require(merged.clients, len(cohort))
         scalars = {name: _sum(clamped(cohort, name, each)) for name, each in told.items()}
-        slots = dict[str, Record]()
-        if self.payloads.statistics and clients:
-            each = torch.stack([answer.statistics for answer in kept]).to(at.device)
-            slots[SLOT] = Norms(self.aggregator.merge(each, weights, cohort))
+        means = merged.finish(cohort)
         if not self.aggregator.quorum:  # who answered is private: only the noised mean may be looked at
             n = cohort.expected
-            return Total(lambda name: merged()[name], lambda name: merged()[name] * n, n, scalars)
-        return Total(lambda name: merged()[name], lambda name: rows[name].sum(0), len(clients), scalars, slots)
+            return Total(lambda name: means[name], lambda name: means[name] * n, n, scalars)
+        slots = {} if merged.statistics is None else {SLOT: Norms(merged.statistics)}
+        return Total(lambda name: means[name], lambda name: merged.sums[name], merged.clients, scalars, slots)
+
+    def _at_once(self, task: Task) -> int | None:
+        """How many clients' vectors are merged at once; None: all of them must be."""
+        if self.aggregator.needs_all or self.limited:
+            return None
+        return max(1, at_once(task) // len(self.payloads.vectors))
 
     def usable(self, answers: Answers, cohort: Cohort) -> dict[int, Any]:
         """The answers that can be decoded, by client; others are rejected by name."""
@@ -83,7 +87,7 @@ class Decoded(Uplink):
                 for name in self.payloads.vectors:
                     self.codec.for_client(client).check(cohort.task, self.payloads.part(answer, name))
                 if self.payloads.statistics:
-                    cohort.task.norms.check(answer.statistics)
+                    cohort.task.norms.check(answer.statistics.cpu())
                 usable[client] = answer
             except Refused as error:
                 cohort.reject(client, error)
@@ -136,6 +140,48 @@ class Decoded(Uplink):
     def forecast_compute(self, turn: Turn) -> Compute:
         once = self.codec.for_client(turn.client).forecast_compute(turn.records)
         return sum([once] * (len(self.payloads.vectors) - 1), start=once)
+
+
+class Merged:
+    """Vectors that are merged batch by batch, so that a round of many clients needs the memory of one batch.
+
+    sums:       of the vectors by name, [d]
+    statistics: merged running statistics of batch norm layers, [s]; None: there are none
+    """
+
+    def __init__(self, aggregator: Aggregating, width: int) -> None:
+        self.aggregator, self.width = aggregator, width
+        self.clients, self.weight = 0, 0.0
+        self.sums: dict[str, Tensor] = {}
+        self.statistics: Tensor | None = None
+        self._merged: dict[str, Tensor] = {}
+
+    def add(self, rows: Mapping[str, Tensor], weights: Tensor | None, statistics: Tensor | None) -> None:
+        """Merge a batch: vectors [m, d] by name, weights [m] (None: all the same), statistics [m, s]."""
+        vectors = {"": joined(list(rows.values()))} if self.aggregator.joint else rows
+        count = len(next(iter(rows.values())))
+        if count == 0 and (self._merged or self.aggregator.quorum):
+            return
+        own = count if weights is None else float(weights.sum())
+        self.clients, self.weight = self.clients + count, self.weight + own
+        share = own / self.weight if self.weight else 0.0
+        for name, batch in vectors.items():
+            merged = self.aggregator.merge(batch, weights)
+            before = self._merged.get(name)
+            self._merged[name] = merged if before is None else self.aggregator.add(before, merged, share)
+        for name, batch in rows.items():
+            self.sums[name] = self.sums[name] + batch.sum(0) if name in self.sums else batch.sum(0)
+        if statistics is not None:
+            merged = self.aggregator.merge(statistics, weights)
+            before = self.statistics
+            self.statistics = merged if before is None else self.aggregator.add(before, merged, share)
+
+    def finish(self, cohort: Cohort) -> dict[str, Tensor]:
+        """The merged vectors, [d] by name."""
+        done = {name: self.aggregator.finish(merged, cohort) for name, merged in self._merged.items()}
+        if not self.aggregator.joint:
+            return done
+        return dict(zip(self.sums, done[""].split([self.width] * len(self.sums)), strict=True))
 
 
 def encoded(

@@ -58,7 +58,7 @@ class Payloads:
             if records is not None:
                 fields["records"] = int(records[i])
             if statistics is not None:
-                fields["statistics"] = statistics[i].cpu()
+                fields["statistics"] = statistics[i]
             answers.append(self.record(**fields))
         return answers
 

@@ -110,10 +110,14 @@ class UserLevel(Promise):
                 f"{enough} or more"
             )
 
-    def total(self, updates: Tensor, secret: Seed) -> Tensor:
-        """The sum of updates [m, d], each clipped, with noise: [d]. Rounded to float32 after the noise."""
-        noise = normal(secret.child("noise"), updates.shape[1]) * (self.sigma * self.clip)
-        return (clipped(updates.double(), self.clip).sum(0) + noise.to(updates.device)).to(updates.dtype)
+    def clipped_sum(self, updates: Tensor) -> Tensor:
+        """The sum of updates [m, d], each clipped, in float64: [d]."""
+        return clipped(updates.double(), self.clip).sum(0)
+
+    def noised_sum(self, total: Tensor, secret: Seed) -> Tensor:
+        """A sum of clipped updates [d] with noise. Rounded to float32 after the noise."""
+        noise = normal(secret.child("noise"), len(total)) * (self.sigma * self.clip)
+        return (total + noise.to(total.device)).float()
 
     def noised(self, stack: ClientStack, updates: Tensor) -> Tensor:
         """Each client's update [C, d], clipped, with noise of its own."""

@@ -46,7 +46,7 @@ class Observed(LocalEngine):
     """A local engine that shows its clients, and passes each reply through `change`."""
 
     def __init__(self, stack: int | None = None, change: Change | None = None) -> None:
-        super().__init__(stack=stack, workers=1)
+        super().__init__(stack=stack, workers=1, wire="bytes")
         self.change = change
         self.seen: list[Letter] = []
 

@@ -29,7 +29,18 @@ class Aggregating(Protocol):
     @property
     def joint(self) -> bool: ...
 
-    def merge(self, updates: Tensor, weights: Tensor | None, cohort: Cohort) -> Tensor: ...
+    @property
+    def needs_all(self) -> str:
+        """What needs the updates of all clients at once; empty if they can be merged as they come."""
+
+    def merge(self, updates: Tensor, weights: Tensor | None) -> Tensor:
+        """Merge a batch of updates. Without `weights` [m] clients count the same."""
+
+    def add(self, merged: Tensor, batch: Tensor, share: float) -> Tensor:
+        """Add a merged batch [d] to what was merged before it. The batch has this share of the weight of both."""
+
+    def finish(self, merged: Tensor, cohort: Cohort) -> Tensor:
+        """The result of all batches."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +76,20 @@ class Aggregator:
     def joint(self) -> bool:
         return not self.linear
 
-    def merge(self, updates: Tensor, weights: Tensor | None, cohort: Cohort) -> Tensor:
-        """Combine the updates; without `weights` clients count the same."""
+    @property
+    def needs_all(self) -> str:
+        return "" if self.kind in ("mean", "clip") else f"aggregator.kind = {self.kind}"
+
+    def merge(self, updates: Tensor, weights: Tensor | None) -> Tensor:
         if weights is None and self.linear:
             return updates.mean(0)
         return self(updates, updates.new_ones(len(updates)) if weights is None else weights)
+
+    def add(self, merged: Tensor, batch: Tensor, share: float) -> Tensor:
+        return merged.lerp(batch, share)
+
+    def finish(self, merged: Tensor, cohort: Cohort) -> Tensor:
+        return merged
 
     def __call__(self, updates: Tensor, weights: Tensor) -> Tensor:
         share = (weights / weights.sum()).to(updates.dtype)
@@ -98,11 +118,18 @@ class NoisySum:
 
     quorum: ClassVar[bool] = False
     joint: ClassVar[bool] = True
+    needs_all: ClassVar[str] = ""
 
     how: UserLevel
 
-    def merge(self, updates: Tensor, weights: Tensor | None, cohort: Cohort) -> Tensor:
-        return self.how.total(updates, cohort.secret) / cohort.expected
+    def merge(self, updates: Tensor, weights: Tensor | None) -> Tensor:
+        return self.how.clipped_sum(updates)
+
+    def add(self, merged: Tensor, batch: Tensor, share: float) -> Tensor:
+        return merged + batch
+
+    def finish(self, merged: Tensor, cohort: Cohort) -> Tensor:
+        return self.how.noised_sum(merged, cohort.secret) / cohort.expected
 
 
 def clamped(

@@ -121,7 +121,7 @@ class Transport(LocalEngine):
 
     def deliver(self, letters: Sequence[Letter], deadline: float | None) -> Iterable[Reply]:
         kept = [x for x in letters if x.client not in self.drop.get(KIND[x.kind], ())]
-        asked = [replace(x, payload=message.pack(self.ask(x.client, unpacked(x)))) for x in kept]
+        asked = [replace(x, contents=message.pack(self.ask(x.client, unpacked(x)))) for x in kept]
         replies = [replace(r, frame=self._altered(r)) if r.frame else r for r in super().deliver(asked, deadline)]
         self.letters += asked
         self.replies += replies
