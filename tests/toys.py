@@ -216,7 +216,7 @@ class Tamper:
         self.inner.open(clients)
 
     def deliver(self, letters: Sequence[Letter], deadline: float | None) -> Iterable[Reply]:
-        replies = list(self.inner.deliver(letters, deadline))
+        replies = sorted(self.inner.deliver(letters, deadline), key=lambda reply: reply.client)
         return self.change(letters[0].envelope.round if letters else 0, replies)
 
     def close(self) -> None:

@@ -101,6 +101,7 @@ class Task:
         self._pure = Pure(modes.evaluation, given, inputs)
         self._in_training = Pure(modes.training, given, inputs)
         self._fused: dict[Hashable, Fused] = {}
+        self.steppers: dict[Hashable, Any] = {}  # what takes training steps on a GPU, with its graphs (`train.stepper`)
         self._tried: dict[str, str] = {}
         self.stackable = True
         with full_precision():
@@ -120,7 +121,7 @@ class Task:
     def at(self, norms: Tensor) -> Task:
         """The same task with other values [e] of its batch norm layers, as training left them."""
         other = copy.copy(self)
-        other.norms, other._fused = self.norms.at(norms.to(self.device)), {}
+        other.norms, other._fused, other.steppers = self.norms.at(norms.to(self.device)), {}, {}
         return other
 
     def f(self, w: Tensor, x: Tensor) -> Tensor:

@@ -145,6 +145,7 @@ class LocalEngine:
                 raise self._located(stack[0], error) from error
             if len(stack) > 1:
                 if isinstance(error, torch.OutOfMemoryError):
+                    self._clients.task.steppers.clear()
                     torch.cuda.empty_cache()
                     self._fits = max(1, min(self._fits, len(stack) // 2))
                 half = len(stack) // 2

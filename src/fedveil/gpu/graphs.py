@@ -35,50 +35,72 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+class Captured:
+    """A step that is captured as a CUDA graph after a few runs, and replayed from then on, by any number of loops.
+
+    It must work in place on tensors that outlive it and read nothing else that changes.
+    """
+
+    def __init__(self, step: Callable[[], object]) -> None:
+        self.step, self.ran = step, 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self, capture: bool) -> None:
+        """Take the step; without `capture` no graph is made of it yet."""
+        if self._graph is None and (self.ran < WARM_UP or not capture):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self.step()
+            torch.cuda.current_stream().wait_stream(side)
+            self.ran += 1
+            return
+        if self._graph is None:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self.step()
+        self._graph.replay()
+
+
 class Loop:
     """A step that is run many times, a few at a time. On a GPU it is captured as a graph, once, and replayed.
 
-    It must work in place on tensors that outlive it and read nothing else that changes. One that walks through a
-    schedule keeps its position in a tensor (`cursor.add_(1)`), so that a replay moves on.
+    See `Captured` for what it may do. One that walks through a schedule keeps its position in a tensor
+    (`cursor.add_(1)`), so that a replay moves on.
 
+    step:  one that is `Captured` already keeps its graph for the next loop
     total: how often it will be run, or about
     part:  what of a longer schedule this is, for the observer: the steps before, and all there are; None tells nothing
     """
 
     def __init__(
-        self, step: Callable[[], object], total: int, device: torch.device, part: tuple[int, int] | None = None
+        self,
+        step: Callable[[], object] | Captured,
+        total: int,
+        device: torch.device,
+        part: tuple[int, int] | None = None,
     ) -> None:
-        self._step, self._done = step, 0
-        here = current()
+        here, self._done = current(), 0
         self._told = _teller(here.observer, *part, device) if here.observer and part else None
-        self._captured = device.type == "cuda" and total > 2 * WARM_UP and here.capture
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._step = step.step if isinstance(step, Captured) else step
+        often = total > 2 * WARM_UP
+        if device.type == "cuda" and here.capture:
+            if isinstance(step, Captured):
+                self._step = partial(step.run, often or step.ran > 0)
+            elif often:
+                self._step = partial(Captured(step).run, True)
 
     def run(self, times: int) -> None:
         for _ in range(times):
-            self._once()
+            self._step()
             self._done += 1
             if self._told:
                 self._told(self._done)
 
-    def _once(self) -> None:
-        if not self._captured:
-            self._step()
-        elif self._done < WARM_UP:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self._step()
-            torch.cuda.current_stream().wait_stream(side)
-        else:
-            if self._graph is None:
-                self._graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self._graph):
-                    self._step()
-            self._graph.replay()
 
-
-def repeat(step: Callable[[], object], times: int, device: torch.device, part: tuple[int, int] | None = None) -> None:
+def repeat(
+    step: Callable[[], object] | Captured, times: int, device: torch.device, part: tuple[int, int] | None = None
+) -> None:
     """Run a `Loop` at once. `part` says what of a longer schedule this is; by default it is all there is."""
     Loop(step, times, device, part or (0, times)).run(times)
 

@@ -16,6 +16,7 @@ from fedveil.core.task import Task
 from fedveil.links.up import Total
 from fedveil.methods.about import raw_about
 from fedveil.methods.averaging import Averaging
+from fedveil.train.stepper import Pull
 from fedveil.train.trainers import Correction, Trained
 from fedveil.train.vectors import Vectors
 
@@ -47,8 +48,7 @@ class FedDyn(Averaging):
         return super().init_state(task).put(self.name, Dual(torch.zeros_like(task.initial)))
 
     def correction(self, stack: ClientStack, question: Any, w: Tensor) -> Correction:
-        own = stack.vectors(self.name, "value", w)
-        return lambda v: self.alpha * (v - w) - own
+        return Pull(w, self.alpha, -stack.vectors(self.name, "value", w))
 
     def trained(self, stack: ClientStack, question: Any, w: Tensor, trained: Trained) -> Vectors:
         new = stack.vectors(self.name, "value", w) - self.alpha * trained.update

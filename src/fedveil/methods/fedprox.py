@@ -11,6 +11,7 @@ from fedveil.core.method import About
 from fedveil.core.stack import ClientStack
 from fedveil.methods.about import raw_about
 from fedveil.methods.averaging import Averaging
+from fedveil.train.stepper import Pull
 from fedveil.train.trainers import Correction
 
 
@@ -33,4 +34,4 @@ class FedProx(Averaging):
             raise ValueError(f"method.mu is {self.mu:g}; it is 0 or more")
 
     def correction(self, stack: ClientStack, question: Any, w: Tensor) -> Correction | None:
-        return lambda v: self.mu * (v - w)
+        return Pull(w, self.mu)

@@ -18,6 +18,7 @@ from fedveil.core.task import Task
 from fedveil.links.up import Total
 from fedveil.methods.about import raw_about
 from fedveil.methods.averaging import Averaging
+from fedveil.train.stepper import Pull
 from fedveil.train.trainers import Correction, Trained
 from fedveil.train.vectors import Vectors
 
@@ -58,8 +59,7 @@ class Scaffold(Averaging):
         return {"control": state.slots[self.name].control}
 
     def correction(self, stack: ClientStack, question: Any, w: Tensor) -> Correction:
-        drift = question.control.to(w.device) - self._own(stack, w)
-        return lambda v: drift
+        return Pull(w, offset=question.control.to(w.device) - self._own(stack, w))
 
     def trained(self, stack: ClientStack, question: Any, w: Tensor, trained: Trained) -> Vectors:
         own, c = self._own(stack, w), question.control.to(w.device)

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import groupby
 from typing import ClassVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fedveil.core.directions import words
 from fedveil.core.forecast import Compute
 from fedveil.core.stack import ClientStack
 from fedveil.core.version import ADDED
-from fedveil.gpu.graphs import repeat
+from fedveil.gpu.context import current
 from fedveil.privacy.dpsgd import DpSgd
 from fedveil.train.schedules import Scheduled
+from fedveil.train.stepper import Gradient, Pull, Stepper
 
 MOMENTS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # vectors that an optimizer holds
 PRECISIONS = ("float32", "bfloat16")
 GRADIENT_CHUNK = 256
-Gradient = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # weights [C, d], x, y, mask [C, B] -> [C, d]
+KEPT = 4  # steppers with their graphs
 
 
 @dataclass(frozen=True)
@@ -95,32 +94,40 @@ class LocalTraining(Scheduled):
 
         `correction` maps the present weights [C, d] to what is added to each minibatch gradient [C, d]: FedProx's pull
         to `w`, SCAFFOLD's control variates. A client whose steps are done stays as it is while others go on.
-        `gradient_of` takes the place of `task.gradient` where gradients are not derived but estimated.
+        `gradient_of` takes the place of `task.gradient` where gradients are not derived but estimated. On a GPU the
+        weights hold until the next stack of the same shape is trained.
         """
-        task, device = stack.task, stack.task.device
         index, size = self.plan(stack)
         stack.passes += int(size.sum())
-        steps = (size > 0).sum(0)
-        index_, size_ = torch.from_numpy(index).to(device), torch.from_numpy(size).to(device)
-        norms = task.norms.values.expand(len(stack), -1) if stack.norms is None else stack.norms.to(device)
-        own, statistics = (t.clone() for t in norms.tensor_split([task.norms.trained], 1))
-        weights = torch.cat([w.to(device).expand(len(stack), -1), own], 1)  # and the batch norm layers' own
-        cursor = torch.zeros(1, dtype=torch.int64, device=device)
-        derive = self._accumulated(gradient_of or self._gradient(stack, statistics))
-        descend = self._descent(weights, stack.round, correction and partial(_padded, correction, len(w)))
+        stepper = self._stepper(stack, index.shape, correction, gradient_of)
+        stepper.load(stack, w, index, size, correction)
+        stepper.run(size)
+        stack.norms = torch.cat([stepper.weights[:, len(w) :], stepper.statistics], 1)
+        return stepper.weights[:, : len(w)], torch.from_numpy((size > 0).sum(0)).to(w.device)
 
-        def step(width: int) -> None:
-            rows, count = index_[cursor, :, :width][0], size_[cursor][0]
-            mask = (torch.arange(width, device=device) < count[:, None]).float()
-            descend(derive(weights, task.x[rows], task.y[rows], mask), (count > 0).float()[:, None])
-            cursor.add_(1)
-
-        done = 0
-        for width, times in _widths(size, device):
-            repeat(partial(step, width), times, device, (done, len(size)))
-            done += times
-        stack.norms = torch.cat([weights[:, len(w) :], statistics], 1)
-        return weights[:, : len(w)], torch.from_numpy(steps).to(device)
+    def _stepper(
+        self,
+        stack: ClientStack,
+        shape: tuple[int, ...],
+        correction: Callable[[Tensor], Tensor] | None,
+        gradient_of: Gradient | None,
+    ) -> Stepper:
+        """What takes the steps of a schedule of this shape, [S, C, B]. On a GPU one is kept for each of the last few
+        shapes, because its graph takes longer to capture than to replay."""
+        task, kept = stack.task, stack.task.steppers
+        if task.device.type == "cpu" or gradient_of or not (correction is None or isinstance(correction, Pull)):
+            return Stepper(self, task, shape, self.rate(stack.round), correction, gradient_of)
+        room = 1 << (shape[0] - 1).bit_length()  # for schedules that are somewhat longer
+        kind = correction and (correction.strength, correction.offset is not None)
+        key = (self, room, *shape[1:], kind, current().compile, current().kernels, threading.get_ident())
+        if key not in kept:
+            while len(kept) >= KEPT:
+                del kept[next(iter(kept))]
+            rate = torch.zeros((), device=task.device)
+            kept[key] = Stepper(self, task, (room, *shape[1:]), rate, correction, None)
+        stepper: Stepper = kept.pop(key)
+        kept[key] = stepper  # the newest comes last
+        return stepper
 
     def train_privately(
         self, stack: ClientStack, w: Tensor, how: DpSgd, correction: Callable[[Tensor], Tensor] | None = None
@@ -131,7 +138,8 @@ class LocalTraining(Scheduled):
         only, and come after the noise.
         """
         weights = w.to(stack.task.device).expand(len(stack), -1).clone()
-        descend, everyone = self._descent(weights, stack.round, correction), weights.new_ones(len(stack), 1)
+        descend, _ = self.descent(weights, self.rate(stack.round), correction)
+        everyone = weights.new_ones(len(stack), 1)
         steps = self.private_steps(stack.task.largest)
         how.descend(stack, weights, self.batch, steps, lambda gradient: descend(gradient, everyone))
         return weights
@@ -165,43 +173,13 @@ class LocalTraining(Scheduled):
             size[: len(counts), k] = counts
         return index, size
 
-    def _gradient(self, stack: ClientStack, statistics: Tensor) -> Gradient:
-        """The gradient of a minibatch in this precision. Running `statistics` [C, s] are replaced by new ones."""
-        task = stack.task
-        plain = task.fused("gradient", partial(task.gradient, precision=self.precision), self.precision)
-        if not task.has_training_mode:
-            return lambda *batch: plain(*batch)[0]
-        fused = task.fused("train gradient", partial(task.train_gradient, precision=self.precision), self.precision)
-        keys, drawn = stack.keys("noise"), torch.zeros(1, dtype=torch.int64, device=task.device)
-
-        def in_training(*batch: Tensor) -> Tensor:
-            weights, x, y, mask = batch
-            gradient, _, new = fused(weights, statistics, x, y, mask, words(keys, drawn))
-            statistics.copy_(new)
-            drawn.add_(1)
-            return gradient
-
-        return in_training
-
-    def _accumulated(self, derive: Gradient) -> Gradient:
-        """The gradient of the mean over all records of a step, of which `derive` is given one minibatch at a time."""
-        if self.accumulate == 1:
-            return derive
-
-        def gradient(weights: Tensor, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-            total, count = torch.zeros_like(weights), mask.sum(1, keepdim=True).clamp(min=1)
-            for part in zip(*(t.split(self.batch, 1) for t in (x, y, mask)), strict=True):
-                total += derive(weights, *part) * (part[-1].sum(1, keepdim=True) / count)
-            return total
-
-        return gradient
-
-    def _descent(
-        self, weights: Tensor, round_: int, correction: Callable[[Tensor], Tensor] | None
-    ) -> Callable[[Tensor, Tensor], None]:
-        """A step in place of `weights` [C, d] along a gradient [C, d], for the clients with `active` [C, 1] = 1."""
-        rate = self.rate(round_)
-        update, decoupled = self._optimizer(weights, rate), self.optimizer == "adamw"
+    def descent(
+        self, weights: Tensor, rate: float | Tensor, correction: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Callable[[Tensor, Tensor], None], list[Tensor]]:
+        """A step in place of `weights` [C, d] along a gradient [C, d], for the clients with `active` [C, 1] = 1, and
+        the tensors that the optimizer holds, which begin at 0. A rate in a tensor [] may change between steps."""
+        update, held = self._optimizer(weights, rate)
+        decoupled = self.optimizer == "adamw"
 
         def step(gradient: Tensor, active: Tensor) -> None:
             if self.weight_decay and decoupled:
@@ -212,24 +190,28 @@ class LocalTraining(Scheduled):
                 gradient += correction(weights)
             update(gradient, active)
 
-        return step
+        return step, held
 
-    def _optimizer(self, weights: Tensor, lr: float) -> Callable[[Tensor, Tensor], None]:
-        """The update in place of `weights` [C, d] by a gradient [C, d], for the clients with `active` [C, 1] = 1."""
+    def _optimizer(self, weights: Tensor, lr: float | Tensor) -> tuple[Callable[[Tensor, Tensor], None], list[Tensor]]:
+        """The update in place of `weights` [C, d] by a gradient [C, d], for the clients with `active` [C, 1] = 1, and
+        what it holds."""
+
+        def descend(step: Tensor) -> None:
+            if isinstance(lr, Tensor):
+                weights.addcmul_(step, lr, value=-1)
+            else:
+                weights.sub_(step, alpha=lr)
+
         if self.optimizer == "sgd":
-
-            def sgd(gradient: Tensor, active: Tensor) -> None:
-                weights.sub_(gradient.mul_(active), alpha=lr)
-
-            return sgd
+            return lambda gradient, active: descend(gradient.mul_(active)), []
         first = torch.zeros_like(weights)
         if self.optimizer == "momentum":
 
             def momentum(gradient: Tensor, active: Tensor) -> None:
                 first.mul_(self.momentum).add_(gradient)
-                weights.sub_(first * active, alpha=lr)
+                descend(first * active)
 
-            return momentum
+            return momentum, [first]
         second = torch.zeros_like(weights)
         taken = torch.zeros((), device=weights.device)
         exact = self.optimizer == "adamw"  # PyTorch's ε, where Adam's is that of Kingma and Ba's section 2
@@ -240,14 +222,9 @@ class LocalTraining(Scheduled):
             second.lerp_(gradient.square(), 1 - self.beta2)
             unbiased = (1 - self.beta2**taken).sqrt()
             scale, epsilon = unbiased / (1 - self.momentum**taken), 1e-8 * unbiased if exact else 1e-8
-            weights.sub_(scale * first / (second.sqrt() + epsilon) * active, alpha=lr)
+            descend(scale * first / (second.sqrt() + epsilon) * active)
 
-        return adam
-
-
-def _padded(correction: Callable[[Tensor], Tensor], shared: int, weights: Tensor) -> Tensor:
-    """A correction of the weights that are shared [C, d], with zeros for what clients keep: [C, d + p]."""
-    return F.pad(correction(weights[:, :shared]), (0, weights.shape[1] - shared))
+        return adam, [first, second, taken]
 
 
 def _batches(order: np.ndarray, batch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -256,17 +233,6 @@ def _batches(order: np.ndarray, batch: int) -> tuple[np.ndarray, np.ndarray]:
     padded = np.full(steps * batch, order[0])
     padded[: len(order)] = order
     return padded.reshape(steps, batch), np.minimum(batch, len(order) - batch * np.arange(steps))
-
-
-def _widths(size: np.ndarray, device: torch.device) -> Iterator[tuple[int, int]]:
-    """How wide the batches of a schedule are, and for how many steps: on a GPU one width is one graph for all of them,
-    on a CPU what is not computed is time saved."""
-    widest = size.max(axis=1).tolist()
-    if device.type == "cuda":
-        yield max(widest), len(widest)
-    else:
-        for width, steps in groupby(widest):
-            yield width, len(list(steps))
 
 
 def full_gradient_compute(records: int) -> Compute:

@@ -114,7 +114,7 @@ class Transport(LocalEngine):
         ask: Callable[[int, Any], Any] = lambda client, question: question,
         answer: Callable[[int, Any], Any] = lambda client, answer: answer,
     ) -> None:
-        super().__init__(stack=1, workers=1)
+        super().__init__(stack=1, workers=1, wire="bytes")
         self.drop, self.ask, self.answer = drop or {}, ask, answer
         self.letters: list[Letter] = []
         self.replies: list[Reply] = []

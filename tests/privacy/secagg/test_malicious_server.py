@@ -22,9 +22,9 @@ from torch import nn
 import fedveil as fv
 from fedveil.codecs.fedage import Send
 from fedveil.core import message
-from fedveil.core.clients import Clients
+from fedveil.core.clients import Clients, Letter
 from fedveil.core.identity import Identities, simulated
-from fedveil.core.message import Record, Refused, Slots
+from fedveil.core.message import Envelope, Record, Refused, Slots
 from fedveil.core.stack import ClientStack
 from fedveil.data import from_tensors
 from fedveil.engines import kept
@@ -327,9 +327,9 @@ class TestQuestionsBefore:
         """Or a note of a question that is no longer bound would still be there to be summed."""
         stack = ClientStack(TASK, (0,), 1, fv.Seed.root(0), fv.Seed.root(0), [Slots()], [{}])
         for payload, name in ((b"a", "first"), (b"b", "second")):
-            with stack.followed(200, payload):
+            with stack.followed(Letter(200, Envelope(), payload)):
                 stack.notes[0][name] = payload
-        with stack.followed(200, b"a"):
+        with stack.followed(Letter(200, Envelope(), b"a")):
             assert "second" not in stack.notes[0]
             stack.notes[0]["first"] = b"a again"
         assert set(stack.notes[0]) == {"first", "asked"}
@@ -338,7 +338,7 @@ class TestQuestionsBefore:
         bases = []
         for payload in (b"a", b"b"):
             stack = ClientStack(TASK, (0,), 1, fv.Seed.root(0), fv.Seed.root(0), [Slots()], [{}])
-            with contextlib.suppress(RuntimeError), stack.followed(200, payload):
+            with contextlib.suppress(RuntimeError), stack.followed(Letter(200, Envelope(), payload)):
                 stack.notes[0]["vector"] = torch.ones(1)
                 raise RuntimeError
             bases += stack.basis(201, b"")

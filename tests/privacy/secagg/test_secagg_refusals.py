@@ -144,7 +144,7 @@ def test_a_client_is_asked_to_unmask_once_a_round():
     assert "refused: wrong stage: client 2 is at 'unmask', the question follows 'masked'" in engine.again(asked).problem
     swapped = replace(unpacked(asked), alive=[0, 1, 2, 3], gone=[4, 5])
     for question in (swapped, replace(swapped, alive=[1, 2, 3, 4, 5], gone=[0])):
-        assert "wrong stage" in engine.again(renewed(asked, payload=message.pack(question))).problem
+        assert "wrong stage" in engine.again(renewed(asked, contents=message.pack(question))).problem
     for kind in (Advertise, Share, Deal, Mask):
         asked = next(x for x in engine.letters if x.kind == kind.kind and x.client == VICTIM)
         assert "refused: wrong stage" in engine.again(asked).problem
@@ -161,7 +161,7 @@ def test_a_refused_unmask_reveals_nothing_and_leaves_the_right_one_to_be_answere
                     replace(unpacked(mine), gone=[4]),
                     replace(unpacked(mine), alive=[0, 1, 2], gone=[3, 4, 5]),
                 ):
-                    hidden[len(hidden)] = self.again(renewed(mine, payload=message.pack(question)))
+                    hidden[len(hidden)] = self.again(renewed(mine, contents=message.pack(question)))
             return super().deliver(letters, deadline)
 
     row = run(Trying())
