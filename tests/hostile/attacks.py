@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import math
 import pickle
 import struct
 from collections.abc import Callable
@@ -19,7 +20,9 @@ import numpy as np
 import torch
 
 from fedveil.core import message
-from fedveil.core.message import KINDS, PREFIX_BYTES
+from fedveil.core.clients import Letter, Reply
+from fedveil.core.loose import Loose
+from fedveil.core.message import KINDS, PREFIX_BYTES, Refused
 from fedveil.core.method import State
 
 WEIGHTS = 8
@@ -94,6 +97,59 @@ def saved_by(library: Callable[[io.BytesIO], Any]) -> bytes:
 def patched(at: int, data: bytes) -> Attack:
     """The honest frame with some bytes replaced."""
     return lambda scene: scene.frame[:at] + data + scene.frame[at + len(data) :]
+
+
+WIRES = ("bytes", "memory")
+
+
+def loosened(frame: bytes) -> Letter | None:
+    """The same message within a process: its head, and the tensors that it describes; None where it has no such form,
+    because it is no frame or ends within its head."""
+    try:
+        kind, where = message.envelope(frame)
+    except Refused:
+        return None
+    (length,) = struct.unpack("<I", frame[PREFIX_BYTES : PREFIX_BYTES + 4] or bytes(4))
+    end = PREFIX_BYTES + 4 + length
+    if end > len(frame) or len(frame) == PREFIX_BYTES:
+        return None
+    head, body = frame[PREFIX_BYTES + 4 : end], frame[end + -end % 8 :]
+    tensors = []
+    for dtype, shape in _descriptions(head):
+        size = math.prod(shape) * dtype.itemsize
+        if not 0 < size <= len(body):
+            break
+        tensors.append(torch.frombuffer(bytearray(body[:size]), dtype=dtype).view(shape))
+        body = body[size + -size % 8 :]
+    else:
+        tensors += [torch.frombuffer(bytearray(body), dtype=torch.uint8)] if body else []
+    return Letter(kind, where, Loose(head, tuple(tensors)))
+
+
+def _descriptions(head: bytes) -> list[tuple[torch.dtype, list[int]]]:
+    """The dtypes and shapes in a head that a tensor can have."""
+    try:
+        values = msgspec.msgpack.decode(head)
+    except (msgspec.DecodeError, RecursionError):
+        return []
+    found = []
+    for value in values if isinstance(values, list) else []:
+        match value:
+            case [int(code), [*shape]] if 0 <= code < len(message.DTYPES):
+                if all(isinstance(n, int) and n > 0 for n in shape) and len(shape) <= 8:
+                    found.append((message.DTYPES[code], shape))
+    return found
+
+
+def received(frame: bytes, wire: str) -> Letter:
+    """A question as it arrives. Raises `Refused`."""
+    return (loosened(frame) if wire == "memory" else None) or Letter.read(frame)
+
+
+def sent(client: int, frame: bytes, wire: str) -> Reply:
+    """A client's frame as it arrives."""
+    letter = loosened(frame) if wire == "memory" else None
+    return Reply(client, letter=letter) if letter else Reply(client, frame)
 
 
 HEAD = PREFIX_BYTES

@@ -12,7 +12,7 @@ import fedveil as fv
 from fedveil.codecs.raw import Update
 from fedveil.core.clients import Reply
 from fedveil.core.schema import fields
-from hostile.attacks import BYTES, RECORDS, WEIGHT, Scene, enveloped, field, tensor_attacks
+from hostile.attacks import BYTES, RECORDS, WEIGHT, WIRES, Scene, enveloped, field, sent, tensor_attacks
 from toys import Tamper, linear_task
 
 LOCAL = fv.LocalTraining(lr=0.5, batch=100)
@@ -55,11 +55,11 @@ def silent(name: str) -> fv.Result:
     return replying(METHODS[name], lambda replies, _: [r for r in replies if r.client != CULPRIT])
 
 
-def attacked(method: fv.Method, attack) -> fv.Result:
+def attacked(method: fv.Method, attack, wire: str = "bytes") -> fv.Result:
     def change(replies, earlier):
         frames = {reply.client: reply.frame for reply in replies}
         scene = Scene(frames[CULPRIT], earlier[CULPRIT].frame, frames[CULPRIT + 1])
-        return [Reply(r.client, attack(scene) if r.client == CULPRIT else r.frame) for r in replies]
+        return [sent(r.client, attack(scene) if r.client == CULPRIT else r.frame, wire) for r in replies]
 
     return replying(method, change)
 
@@ -75,9 +75,10 @@ def cases():
                 yield pytest.param(name, attack, reason, id=f"{name}: {field_name}{attack_name}")
 
 
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize(("name", "attack", "reason"), cases())
-def test_a_hostile_answer_is_refused_by_name_and_changes_nothing(name, attack, reason):
-    result = attacked(METHODS[name], attack)
+def test_a_hostile_answer_is_refused_by_name_and_changes_nothing(name, attack, reason, wire):
+    result = attacked(METHODS[name], attack, wire)
     first, second, third = result.ledger.rows
     assert list(second.missing) == [str(CULPRIT)]
     assert second.missing[str(CULPRIT)].startswith(f"refused: {reason}: ")

@@ -20,7 +20,7 @@ from fedveil.core.message import KINDS
 from fedveil.core.schema import fields
 from fedveil.data import from_tensors
 from fedveil.links.steps import WeightsDigest
-from hostile.attacks import BYTES, Attack, Scene, inf, nan
+from hostile.attacks import BYTES, WIRES, Attack, Scene, inf, nan, sent
 from toys import Tamper, linear_task
 
 LOCAL = fv.LocalTraining(lr=0.5, batch=100)
@@ -201,13 +201,13 @@ def replying(method: fv.FedAvg, change, task: fv.Task = TASK) -> fv.Result:
     return fv.run(task, method, rounds=3, cohort=4, engine=engine, evaluate_every=3)
 
 
-def by(attack: Attack):
+def by(attack: Attack, wire: str = "bytes"):
     """The culprit's answer is `attack`'s."""
 
     def change(replies, earlier):
         frames = {reply.client: reply.frame for reply in replies}
         scene = Scene(frames[CULPRIT], earlier[CULPRIT].frame, frames[CULPRIT + 1])
-        return [Reply(r.client, attack(scene) if r.client == CULPRIT else r.frame) for r in replies]
+        return [sent(r.client, attack(scene) if r.client == CULPRIT else r.frame, wire) for r in replies]
 
     return change
 
@@ -234,9 +234,10 @@ def assert_refused(result: fv.Result, reason: str) -> None:
     assert not second.events
 
 
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize(("name", "attack", "reason"), cases())
-def test_a_hostile_payload_is_refused_by_name_and_changes_nothing(name, attack, reason):
-    result = replying(method_of(name), by(attack))
+def test_a_hostile_payload_is_refused_by_name_and_changes_nothing(name, attack, reason, wire):
+    result = replying(method_of(name), by(attack, wire))
     assert_refused(result, reason)
     assert torch.equal(result.weights, silent(name).weights)
 

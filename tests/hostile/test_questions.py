@@ -12,7 +12,7 @@ from fedveil.core.clients import Clients, Letter
 from fedveil.core.message import Envelope, Refused
 from fedveil.core.schema import fields
 from fedveil.engines import LocalEngine
-from hostile.attacks import BYTES, Scene, tensor_attacks
+from hostile.attacks import BYTES, WIRES, Scene, received, tensor_attacks
 from toys import linear_task
 
 RUN, CLIENT, ROUND = b"this run", 2, 3
@@ -53,15 +53,16 @@ def cases():
                 yield pytest.param(method, attack, reason, id=f"{method.name}: {name}")
 
 
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize(("method", "attack", "reason"), cases())
-def test_a_hostile_question_is_refused_by_name_and_changes_nothing(method, attack, reason):
+def test_a_hostile_question_is_refused_by_name_and_changes_nothing(method, attack, reason, wire):
     clients = Clients(method, TASK, RUN, fv.Seed.root(0))
     for round_ in range(1, ROUND + 1):
         (before,) = clients.answer([Letter.read(asking(method, round_))])
     memory = {k: list(entries) for k, entries in clients.memory.entries.items()}
     scene = Scene(asking(method, ROUND), asking(method, ROUND - 1), asking(method, ROUND, CLIENT + 1))
     with pytest.raises(Refused) as caught:
-        clients.answer([Letter.read(attack(scene))])
+        clients.answer([received(attack(scene), wire)])
     assert caught.value.reason == reason
     assert clients.memory.entries == memory
     assert clients.answer([Letter.read(asking(method, ROUND))]) == [before]

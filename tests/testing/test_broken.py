@@ -95,6 +95,18 @@ class Moody(fv.FedAvg):
 
 
 @dataclass(frozen=True)
+class Scribbling(fv.FedAvg):
+    """Writes into the question, which in one process is the server's."""
+
+    name: ClassVar[str] = "toy-scribbling"
+
+    def trained(self, stack: fv.ClientStack, question: Any, w: Tensor, trained: Any) -> Vectors:
+        vectors = super().trained(stack, question, w, trained)
+        question.weights.mul_(0.5)
+        return vectors
+
+
+@dataclass(frozen=True)
 class Gossiping(fv.FedAvg):
     """A client's update depends on its stack."""
 
@@ -267,6 +279,7 @@ BROKEN: list[tuple[fv.Method, str]] = [
     (Idle(), "2 rounds left the weights as they were"),
     (Failing(), "client 3 gave no answer in round 1 .*client 3 divides by zero.*; fix its handler"),
     (Moody(), "two runs with one seed differ; draw from stack.seeds"),
+    (Scribbling(), "without bytes between server and clients the weights differ .* change no tensor of a message"),
     (Gossiping(), "weights differ by .* if clients answer in one stack .* depend on client k alone"),
     (Remembering(), "a Diary in 'diary' that does not state `common`"),
     (Remembering(registered=False), "a Scrap, which is not registered; put @message.kind above Scrap"),

@@ -149,6 +149,17 @@ def check_stacks(case: Case) -> None:
     )
 
 
+def check_wires(case: Case) -> None:
+    """A run whose messages stay what they are gives the same as one whose messages are bytes, bit for bit."""
+    found = trial(case.method, case.task, engine=Observed(wire="memory"))
+    apart = _apart(found.weights, case.plain.weights)
+    require(
+        found.equals(case.plain),
+        f"{label(case.method)}: without bytes between server and clients the weights differ by {apart:.2g}, or the "
+        "ledger does; change no tensor of a message in place, and compute on the task's device",
+    )
+
+
 def check_memory(case: Case) -> None:
     """What clients remember fits into frames, and says which of it is the server's."""
     method = case.method
@@ -323,6 +334,7 @@ METHOD_CHECKS: dict[str, Callable[[Case], None]] = {
     "described": check_described,
     "recipe": check_recipe,
     "run": check_run,
+    "wires": check_wires,
     "stacks": check_stacks,
     "memory": check_memory,
     "resume": check_resume,

@@ -45,8 +45,8 @@ def toy_task() -> fv.Task:
 class Observed(LocalEngine):
     """A local engine that shows its clients, and passes each reply through `change`."""
 
-    def __init__(self, stack: int | None = None, change: Change | None = None) -> None:
-        super().__init__(stack=stack, workers=1, wire="bytes")
+    def __init__(self, stack: int | None = None, change: Change | None = None, wire: str = "bytes") -> None:
+        super().__init__(stack=stack, workers=1, wire=wire)
         self.change = change
         self.seen: list[Letter] = []
 
