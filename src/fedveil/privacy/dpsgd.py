@@ -301,9 +301,9 @@ def poisson(secret: Seed, own: np.ndarray, rate: float, steps: int) -> list[np.n
     return [own[row] for row in chosen]
 
 
-def normal(secret: Seed, count: int) -> Tensor:
+def normal(secret: Seed, count: int, device: torch.device | str = "cpu") -> Tensor:
     """Standard normal numbers, [count] in float64."""
-    return _normal(_words(secret, _even(count)))[:count]
+    return _normal(_words(secret, _even(count)).to(device))[:count]
 
 
 def uniform(secret: Seed, count: int) -> Tensor:

@@ -116,13 +116,14 @@ class UserLevel(Promise):
 
     def noised_sum(self, total: Tensor, secret: Seed) -> Tensor:
         """A sum of clipped updates [d] with noise. Rounded to float32 after the noise."""
-        noise = normal(secret.child("noise"), len(total)) * (self.sigma * self.clip)
-        return (total + noise.to(total.device)).float()
+        noise = normal(secret.child("noise"), len(total), total.device) * (self.sigma * self.clip)
+        return (total + noise).float()
 
     def noised(self, stack: ClientStack, updates: Tensor) -> Tensor:
         """Each client's update [C, d], clipped, with noise of its own."""
-        drawn = [normal(secret.child("noise"), updates.shape[1]) for secret in stack.secrets("user privacy")]
-        noise = torch.stack(drawn).to(updates.device) * (self.sigma * self.clip)
+        size, device = updates.shape[1], updates.device
+        drawn = [normal(secret.child("noise"), size, device) for secret in stack.secrets("user privacy")]
+        noise = torch.stack(drawn) * (self.sigma * self.clip)
         return (clipped(updates.double(), self.clip) + noise).to(updates.dtype)
 
     @property
