@@ -58,11 +58,10 @@ def wide_cnn() -> nn.Sequential:
 
 
 def small_cnn() -> nn.Sequential:
-    """Two small convolutions for 8×8 images: 23,992 weights."""
+    """One convolution and a hidden layer for 8×8 images: 24,195 weights. Launching its operators takes most time."""
     return nn.Sequential(
-        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
-        *(nn.Linear(128, 138), nn.ReLU(), nn.Linear(138, 10)),
+        *(nn.Conv2d(1, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(16 * 3 * 3, 155), nn.ReLU(), nn.Linear(155, 10)),
     )
 
 
@@ -165,8 +164,8 @@ class Fedveil(Opponent):
 
     def round(self, number: int) -> None:
         self.state, row = self.federation.step(self.state, number, 10**9)
-        if row.missing or row.events:
-            raise RuntimeError(f"round {number} is not as it should be: {row.missing or row.events}")
+        if row.missing:
+            raise RuntimeError(f"clients without an answer in round {number}: {row.missing}")
 
     def flat(self) -> Tensor:
         return self.state.weights
