@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +23,17 @@ class Loop:
     Cohorts and shuffles are drawn as fedveil draws them, so both train on the same batches.
     """
 
-    def __init__(self, task: fv.Task, model: torch.nn.Module, batch: int, lr: float) -> None:
-        self.task, self.model, self.batch, self.lr = task, model, batch, lr
-        self.weights = [p.detach().clone() for p in model.parameters()]
+    def __init__(self, task: fv.Task, model: torch.nn.Module, batch: int, lr: float, cohort: int = 10) -> None:
+        self.task, self.batch, self.lr, self.cohort = task, batch, lr, cohort
+        self.model = model.to(task.device)
+        self.weights = [p.detach().clone() for p in self.model.parameters()]
 
     def round(self, number: int, seed: fv.Seed) -> None:
-        round_seed = seed.child("round", number)
-        cohort = CohortSampler(size=10).draw(self.task, round_seed.child("cohort"))
+        cohort = CohortSampler(size=self.cohort).draw(self.task, seed.child("round", number, "cohort"))
+        self.weights = self.merged(*self.summed(cohort, number, seed))
+
+    def summed(self, cohort: Sequence[int], number: int, seed: fv.Seed) -> tuple[list[torch.Tensor], int]:
+        """Train each client of a cohort; return the sum of what `add` makes of them, and their records."""
         total = [torch.zeros_like(p) for p in self.weights]
         records = 0
         for client in cohort:
@@ -36,16 +41,25 @@ class Loop:
                 for p, q in zip(self.model.parameters(), self.weights, strict=True):
                     p.copy_(q)
             optimizer = torch.optim.SGD(self.model.parameters(), self.lr)
-            rng = round_seed.child("client", client, "shuffle").numpy()
-            order = torch.from_numpy(rng.permutation(self.task.clients[client]))
+            rng = seed.child("round", number, "client", client, "shuffle").numpy()
+            order = torch.from_numpy(rng.permutation(self.task.clients[client])).to(self.task.device)
             for rows in order.split(self.batch):
                 optimizer.zero_grad()
                 F.cross_entropy(self.model(self.task.x[rows]), self.task.y[rows]).backward()
                 optimizer.step()
-            for t, p in zip(total, self.model.parameters(), strict=True):
-                t.add_(p.detach(), alpha=len(order))
+            self.add(total, len(order))
             records += len(order)
-        self.weights = [t / records for t in total]
+        return total, records
+
+    @torch.no_grad()
+    def add(self, total: list[torch.Tensor], records: int) -> None:
+        """Add the trained weights of one client."""
+        for t, p in zip(total, self.model.parameters(), strict=True):
+            t.add_(p, alpha=records)
+
+    def merged(self, total: list[torch.Tensor], records: int) -> list[torch.Tensor]:
+        """The weights after the round."""
+        return [t / records for t in total]
 
     def flat(self) -> torch.Tensor:
         """The weights as one vector, [d]."""

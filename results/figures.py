@@ -615,6 +615,41 @@ def bench() -> str:
     return "\n\n".join(parts) or "Nothing yet: `python -m benchmarks -o results/bench.json` writes it."
 
 
+def rivals() -> str:
+    """Rounds of FedAvg of fedveil and others, from what `benchmarks.rivals` has written."""
+    pieces = []
+    for path in sorted(HERE.glob("rivals*.json")):
+        one = json.loads(path.read_text(encoding="utf-8"))
+        versions = ", ".join(f"{name} {version}" for name, version in one["opponents"].items())
+        commit = f", commit {one['commit']}" if "commit" in one else ""
+        where = one["gpu"] if one["device"] == "cuda" else f"CPU, {one['threads']} threads"
+        pieces.append(f"`{one['command']}` ({where}; PyTorch {one['torch'].split('+')[0]}, {versions}{commit}):")
+        head = ["", "clients", "ms a round", "least to most", "ms a client", "/ plain loop", "/ pfl-research"]
+        head += ["GPU, MiB", "host, MiB", "accuracy, %"]
+        for name, part in one["parts"].items():
+            weights = next(each["weights"] for each in part["players"].values() if "weights" in each)
+            pieces.append(f"**{name}**: {part['what']}, {count(weights)} weights")
+            pieces.append(table(head, [_rival(label, each) for label, each in part["players"].items()]))
+    return "\n\n".join(pieces) or "Nothing yet: `python -m benchmarks.rivals -o results/rivals-cpu.json` writes it."
+
+
+def _rival(label: str, found: dict[str, Any]) -> Sequence[str]:
+    asked = f"{count(found['cohort'])} of {count(found['clients'])}"
+    if "milliseconds" not in found:
+        return (label, asked, "failed", *[""] * 7)
+    ratios = (found.get(f"/ {base}") for base in ("plain loop", "pfl-research"))
+    return (
+        label,
+        asked,
+        f"{found['milliseconds']:.4g}",
+        f"{found['least']:.4g} to {found['most']:.4g}",
+        f"{found['milliseconds a client']:.3g}",
+        *("" if value is None else f"{value:.3g}" for value in ratios),
+        *(count(round(found["MiB"][kind])) if kind in found["MiB"] else "" for kind in ("GPU, allocated", "host")),
+        percent(found["accuracy"]),
+    )
+
+
 def figure(value: float) -> str:
     return count(value) if value == int(value) else f"{value:.4g}"
 
@@ -651,6 +686,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cifar commands": lambda: commands(f"cifar10/{path.name}" for path in sorted((HERE / "cifar10").iterdir())),
     "fashion commands": lambda: commands(f"fashion/{path.name}" for path in sorted((HERE / "fashion").iterdir())),
     "bench": bench,
+    "rivals": rivals,
 }
 
 

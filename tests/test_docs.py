@@ -406,3 +406,21 @@ def test_benchmarks_are_shown_once_there_are_some(figures, tmp_path, monkeypatch
     one = {"command": "python -m benchmarks digits", "gpu": None, "torch": "2.13.0+cpu"}
     (tmp_path / "bench.json").write_text(json.dumps(one | {"figures": {"digits": {"fedveil / loop": 0.41234}}}))
     assert "| digits | fedveil / loop | 0.4123 |" in figures.bench()
+
+
+def test_rivals_are_shown_once_there_are_some(figures, tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "HERE", tmp_path)
+    assert "python -m benchmarks.rivals -o" in figures.rivals()
+    asked = {"clients": 1000, "cohort": 50}
+    found = {"weights": 24195, "milliseconds": 12.345, "least": 11, "most": 14, "milliseconds a client": 0.2469}
+    found |= {"/ plain loop": 0.25, "MiB": {"host": 300.4}, "accuracy": 0.5}
+    players = {"fedveil": asked | found, "pfl-research": asked | {"failed": "ImportError: no scipy"}}
+    one = {"command": "python -m benchmarks.rivals small", "gpu": None, "device": "cpu", "threads": 2}
+    one |= {"torch": "2.13.0+cpu", "opponents": {"pfl": "0.6.0"}, "commit": "abc1234"}
+    one |= {"parts": {"small": {"what": "a small CNN", "players": players}}}
+    (tmp_path / "rivals-cpu.json").write_text(json.dumps(one))
+    shown = figures.rivals()
+    assert "(CPU, 2 threads; PyTorch 2.13.0, pfl 0.6.0, commit abc1234):" in shown
+    assert "**small**: a small CNN, 24,195 weights" in shown
+    assert "| fedveil | 50 of 1,000 | 12.35 | 11 to 14 | 0.247 | 0.25 |  |  | 300 | 50.00 |" in shown
+    assert "| pfl-research | 50 of 1,000 | failed |" in shown
