@@ -90,7 +90,7 @@ def parts(device: str) -> dict[str, Part]:
         "small": Part("a small CNN on 8 × 8 images", everyone(small, compiled=True)),
         "lenet5": Part("LeNet5 on 28 × 28 images", everyone(lenet5, compiled=True), share=0.5),
         "private": Part("small with central differential privacy", everyone(replace(small, private=True))),
-        "cohort": Part("small with 500 clients a round", everyone(replace(small, cohort=500)), share=0.2),
+        "cohort": Part("small with 200 clients a round", everyone(replace(small, cohort=200)), share=0.3),
         "growth": Part("small with all of more and more clients", alone(*more), share=0.2, alone=True),
         "clients": Part("small with 100,000 clients to draw from", alone(small, replace(small, clients=100_000))),
         "saving": Part("small with checkpoints and evaluation", saving(small), share=0.3),
@@ -105,7 +105,7 @@ def race(part: Part, rounds: int) -> dict[str, Any]:
         for player in players.values():
             player.start()
         try:
-            found |= _turns(players, max(1, round(part.share * rounds)))
+            found |= _turns(players, max(1, round(part.share * rounds)), warm=1 if part.alone else WARM)
         finally:
             for player in players.values():
                 player.close()
@@ -117,7 +117,7 @@ def race(part: Part, rounds: int) -> dict[str, Any]:
     return {"what": part.what, "players": found}
 
 
-def _turns(players: dict[str, Player], rounds: int) -> dict[str, dict[str, Any]]:
+def _turns(players: dict[str, Player], rounds: int, warm: int) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     there = dict(players)
 
@@ -140,14 +140,14 @@ def _turns(players: dict[str, Player], rounds: int) -> dict[str, dict[str, Any]]
             found[label] |= {"weights": ready["weights"], "seconds to set up": ready["seconds"]}
     times: dict[str, list[float]] = {label: [] for label in players}
     first: dict[str, np.ndarray] = {}
-    for number in range(1, WARM + rounds + 1):
+    for number in range(1, warm + rounds + 1):
         for label in list(there):
             time.sleep(0.02)  # threads of the one before may still be waiting for work
-            if (taken := ask(label, "timed", number)) is not None and number > WARM:
+            if (taken := ask(label, "timed", number)) is not None and number > warm:
                 times[label].append(taken * 1e3)
             if number == 1 and (weights := ask(label, "weights")) is not None:
                 first[label] = weights
-            if number == WARM:
+            if number == warm:
                 ask(label, "forget")
     for label in list(there):
         taken = times[label]
