@@ -18,10 +18,12 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from msgspec import Meta
+from msgspec.structs import replace
 from torch import Tensor
 
 from fedveil.codecs.raw import Update
 from fedveil.core import message
+from fedveil.core.loose import Loose
 from fedveil.core.message import (
     DTYPES,
     KINDS,
@@ -36,13 +38,15 @@ from fedveil.core.message import (
     Slots,
     Weights,
     frame,
+    loose,
     pack,
     prefix,
+    size,
     unframe,
     unpack,
 )
 from fedveil.core.method import State
-from fedveil.core.schema import check, size_limit
+from fedveil.core.schema import check, check_all, size_limit, stack
 from fedveil.core.setup import moved
 from fedveil.links.down import Train
 from fedveil.methods.qfedavg import QFedAvg
@@ -153,6 +157,36 @@ def test_every_record_comes_back_bit_for_bit(record, where):
     assert bits(found) == bits(record)
     assert there == where
     assert frame(found, there) == frame(record, where)
+
+
+@given(everythings())
+@settings(max_examples=200, deadline=None)
+def test_a_record_within_a_process_is_the_one_that_travels_without_a_copy(record):
+    within = loose(record)
+    assert within.payload == pack(record)
+    assert len(within) == len(within.payload)
+    assert size(record) == len(frame(record, Envelope()))
+    found = unpack(within, Everything)
+    assert bits(found) == bits(record)
+    mine = {tensor.data_ptr() for tensor in within.tensors}
+    assert mine == {tensor.data_ptr() for tensor in loose(found).tensors}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ((), "truncated"),
+        ((torch.ones(4),), "malformed"),
+        ((torch.ones(3).double(),), "malformed"),
+        ((torch.ones(3), torch.ones(3)), "trailing bytes"),
+    ],
+    ids=["none", "another shape", "another dtype", "too many"],
+)
+def test_tensors_within_a_process_must_be_those_that_the_head_describes(tensors, reason):
+    head = loose(Update(torch.ones(3), 1)).head
+    with pytest.raises(Refused) as caught:
+        unpack(Loose(head, tensors), Update)
+    assert caught.value.reason == reason
 
 
 def test_a_tensor_that_is_a_view_of_another_comes_back_as_its_own_elements():
@@ -563,6 +597,40 @@ def test_a_record_that_does_not_fit_its_schema_is_refused_by_name(changes, reaso
     with pytest.raises(Refused) as caught:
         check(picture(**changes), SIZES)
     assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["rows of a stack", "apart"])
+def test_records_are_checked_together_as_they_are_one_by_one(together):
+    changes = [changes for changes, _ in UNFIT.values()]
+    fine = [picture(), picture(images=torch.zeros(2, 1, 2, 2))]
+    records = [fine[0], *(picture(**each) for each in changes), fine[1]]
+    if together:
+        rows = torch.stack([r.images if r.images.shape == (2, 1, 2, 2) else r.images[:1].new_ones(2, 1, 2, 2)
+                            for r in records if r.images.dtype == torch.float32])  # fmt: skip
+        like = [r for r in records if r.images.dtype == torch.float32]
+        records = [replace(r, images=row) for r, row in zip(like, rows, strict=True)]
+    found = check_all(records, [SIZES] * len(records))
+    for record, problem in zip(records, found, strict=True):
+        if problem is None:
+            check(record, SIZES)
+        else:
+            with pytest.raises(Refused) as alone:
+                check(record, SIZES)
+            assert (alone.value.reason, alone.value.detail) == (problem.reason, problem.detail)
+    assert found[0] is None
+    assert found[-1] is None
+    assert sum(problem is not None for problem in found) > 10
+
+
+def test_rows_of_a_stack_are_stacked_without_a_copy():
+    rows = torch.randn(5, 3)
+    records = [Update(row, 1) for row in rows]
+    assert stack(records, "update").data_ptr() == rows.data_ptr()
+    assert torch.equal(stack(records, "update"), rows)
+    for others in (records[::-1], records[::2], [records[0], records[0]], [Update(r.clone(), 1) for r in rows][1:]):
+        expected = torch.stack([record.update for record in others])
+        assert torch.equal(stack(others, "update"), expected)
+    assert torch.equal(stack([Update(column, 1) for column in rows.T], "update"), rows.T)
 
 
 def test_a_record_at_the_edges_of_its_schema_is_taken():

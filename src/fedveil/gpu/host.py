@@ -1,13 +1,28 @@
-"""Memory of the host beside a GPU."""
+"""Memory of a GPU and of the host beside it."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
+from pathlib import Path
+
+import torch
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
 LARGEST = 1 << 30  # bytes of a block that is kept
 KEPT = (1 << 31) - 1  # bytes at the end of the heap that are kept
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free: of a GPU, or of this machine where the device is a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # another system
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @functools.cache

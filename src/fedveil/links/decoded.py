@@ -73,9 +73,13 @@ class Decoded(Uplink):
         slots = {} if merged.statistics is None else {SLOT: Norms(merged.statistics)}
         return Total(lambda name: means[name], lambda name: merged.sums[name], merged.clients, scalars, slots)
 
+    @property
+    def needs_all(self) -> str:
+        return self.aggregator.needs_all or ("the limit on long vectors" if self.limited else "")
+
     def _at_once(self, task: Task) -> int | None:
         """How many clients' vectors are merged at once; None: all of them must be."""
-        if self.aggregator.needs_all or self.limited:
+        if self.needs_all:
             return None
         return max(1, at_once(task) // len(self.payloads.vectors))
 

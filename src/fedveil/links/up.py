@@ -50,6 +50,12 @@ class Uplink:
     """The way up. An uplink owns the questions that follow the method's own."""
 
     @property
+    def needs_all(self) -> str:
+        """Return the setting because of which the server holds the vectors of a whole cohort at once; empty if it
+        merges them as they come."""
+        return ""
+
+    @property
     def questions(self) -> tuple[type[Question], ...]:
         """Return the uplink's own questions; by default it asks none."""
         return ()

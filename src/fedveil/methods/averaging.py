@@ -226,6 +226,10 @@ class Averaging(Method):
     def no_batch_norm(self, policy: str) -> str:
         return rules.no_statistics(self) if policy == "federated" else rules.no_norms(self)
 
+    @property
+    def needs_all(self) -> str:
+        return next((phase.up.needs_all for phase in self.phases if phase.up.needs_all), "")
+
     def client_cost(self, task: Task) -> Account | None:
         users = self.user_privacy
         if users is None or self.parts.trusted:

@@ -92,6 +92,10 @@ class Options(Protocol):
     def limited(self) -> bool:
         """Whether long updates are shortened."""
 
+    @property
+    def needs_all(self) -> str:
+        """The setting because of which the server holds all vectors of a cohort at once; empty if it does not."""
+
     def client_cost(self, task: Task) -> Account | None: ...
 
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from fedveil.core.sampling import CohortSampler
 from fedveil.core.task import Task
+from fedveil.gpu.host import free_memory
 from fedveil.methods.parts import Options
 
+COPIES = 4  # of the vectors of a cohort: sorting makes one, and an index of twice its size
 UNSUPPORTED = "options that the method cannot have"
 CLIENT = 'or user_privacy.where="client"'
 
@@ -270,6 +272,7 @@ def validate_sampling(m: Options, task: Task, sampler: CohortSampler) -> None:
             f"a round may ask {asked} clients, but {m.up.name}'s codes add up for {m.up.most} at most; set "
             f"method.up.cohort={asked}"
         )
+    _validate_memory(m, task, asked)
     users = m.user_privacy
     if users is None or users.where != "sum":
         return
@@ -284,4 +287,17 @@ def validate_sampling(m: Options, task: Task, sampler: CohortSampler) -> None:
         raise ValueError(
             f"cohort.quorum is {sampler.quorum:g}, but with method.user_privacy a skipped round would reveal who was "
             "drawn; leave it at 1"
+        )
+
+
+def _validate_memory(m: Options, task: Task, asked: int) -> None:
+    """Raise a ValueError if the server has to hold all vectors of a cohort at once and has no memory for them."""
+    if not m.needs_all:
+        return
+    needed, free = COPIES * 4 * task.layout.size * len(m.vectors) * asked, free_memory(task.device)
+    if needed > free:
+        raise ValueError(
+            f"{m.needs_all} needs the vectors of all {asked:,} clients of a round at once, about {needed / 1e9:.3g} "
+            f"GB, and {free / 1e9:.3g} GB are free on {task.device}; ask fewer clients, or take a mean, which needs no "
+            "more for more of them"
         )
