@@ -119,7 +119,7 @@ class RayEngine(LocalEngine):
     def close(self) -> None:
         """End the actors, and Ray if the engine has started it."""
         super().close()
-        for actor in self._actors:
+        for actor in self._actors if self._ray.is_initialized() else ():
             self._ray.kill(actor)
         self._actors = []
         self._at_the_end.close()
