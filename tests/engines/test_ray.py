@@ -13,7 +13,9 @@ import torch
 import fedveil as fv
 from engines.grids import Failing, descendants, gone, peers
 from engines.test_flower_ray import LOOPBACK, small
+from fedveil.core.clients import Clients
 from fedveil.engines import LocalEngine, RayEngine, cluster
+from fedveil.engines import kept as keeping
 from fedveil.runs import recipe
 from privacy.secagg.sums import Summed
 from shell import fv as command
@@ -149,3 +151,11 @@ def test_a_killed_run_leaves_no_process(tmp_path):
     process.wait()
     assert len(started) > 4
     assert not gone(started)
+
+
+def test_notes_of_a_round_outlast_a_stack_with_clients_that_were_not_asked_in_it(task):
+    there, here = (Clients(PLAN.method, task, bytes(8), fv.Seed.root(0)) for _ in range(2))
+    there.round, there.notes = 3, {0: {"noted": 1}}
+    keeping.unpack(keeping.pack(there, 0), here, 0)
+    keeping.unpack(keeping.pack_memory(there.run, 1, []), here, 1)
+    assert (here.round, here.notes[0]) == (3, {"noted": 1})
