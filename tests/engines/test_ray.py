@@ -2,9 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -111,6 +114,11 @@ def test_the_command_line_runs_and_resumes_on_ray(ray, tmp_path):
     assert "the Ray cluster has 2 CPUs, and 3 workers on cpu need more; use fewer --workers" in told
 
 
+def test_an_address_is_refused_where_the_process_is_connected(ray, task):
+    with pytest.raises(ValueError, match="cannot connect to there; leave the address out"):
+        RayEngine("there").lanes(task)
+
+
 def test_a_task_that_has_trained_can_travel(task):
     from ray import cloudpickle
 
@@ -159,3 +167,34 @@ def test_notes_of_a_round_outlast_a_stack_with_clients_that_were_not_asked_in_it
     keeping.unpack(keeping.pack(there, 0), here, 0)
     keeping.unpack(keeping.pack_memory(there.run, 1, []), here, 1)
     assert (here.round, here.notes[0]) == (3, {"noted": 1})
+
+
+@pytest.mark.slow
+def test_a_cluster_that_runs_already_is_used_and_left_running(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    home = tempfile.mkdtemp(prefix="fv-")  # names of sockets must be short
+    here = ["--node-ip-address", "127.0.0.1", "--port", str(port), "--include-dashboard=false", "--temp-dir", home]
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus", "2", *here]
+    quiet = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    head = subprocess.Popen(start, start_new_session=True, env=quiet, stdout=subprocess.PIPE, text=True)
+    try:
+        while "block" not in head.stdout.readline():
+            assert head.poll() is None
+        words = ["run", "digits/scaffold", "--set", "rounds=2", "--out", str(tmp_path / "a")]
+        program = [sys.executable, "-m", "fedveil", *words, "--engine", "ray", "--ray-address", f"127.0.0.1:{port}"]
+        ran = subprocess.run(program, capture_output=True, text=True, timeout=300)
+        assert ran.returncode == 0, ran.stderr
+        assert head.poll() is None
+    finally:
+        started = {head.pid, *descendants(head.pid)}
+        head.terminate()
+        head.wait()
+        shutil.rmtree(home, ignore_errors=True)
+    assert not gone(started)
+    known = json.loads((tmp_path / "a" / "environment.json").read_text())
+    assert (known["workers"], known["ray_address"]) == (2, f"127.0.0.1:{port}")
+    plan = recipe.read("digits/scaffold")
+    settings = {"rounds": 2, "cohort": plan.cohort, "seed": plan.seed, "folder": tmp_path / "b"}
+    fv.run(plan.build(), plan.method, engine=LocalEngine(workers=2), **settings)
+    assert kept(tmp_path / "a")[:3] == kept(tmp_path / "b")[:3]

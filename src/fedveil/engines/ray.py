@@ -80,7 +80,7 @@ class RayEngine(LocalEngine):
         self.address, self.logs, self.tell = address, logs, tell
         self._ray = cluster.load("the Ray engine", "ray")
         self._actors: list[Any] = []
-        self._at_the_end = ExitStack()
+        self._at_the_end, self._connected = ExitStack(), False
 
     def open(self, clients: Clients) -> None:
         """Start the actors. Raises ConnectionError where there is no Ray, or where it starts none."""
@@ -121,7 +121,7 @@ class RayEngine(LocalEngine):
         super().close()
         for actor in self._actors if self._ray.is_initialized() else ():
             self._ray.kill(actor)
-        self._actors = []
+        self._actors, self._connected = [], False
         self._at_the_end.close()
 
     def deliver(self, letters: Sequence[Letter], deadline: float | None) -> Iterable[Reply]:
@@ -172,13 +172,17 @@ class RayEngine(LocalEngine):
 
     def _connect(self, task: Task) -> None:
         """Connect to Ray, unless this process is connected already."""
+        if self._connected:
+            return
         if not self._ray.is_initialized():
             cpus = self.workers or (cores() if _resource(task) == "CPU" else torch.cuda.device_count())
             store = STORE + sum(each.nbytes for each in (task.x, task.y, task.test_x, task.test_y))
             own = cluster.connected(self.address, cpus, debug=self.logs, tell=self.tell, object_store_memory=store)
             self._at_the_end.enter_context(own)
-        elif self.address is not None and self.address != self._ray.get_runtime_context().gcs_address:
-            raise ValueError(f"this process is connected to another Ray than {self.address}; call ray.shutdown() first")
+        elif self.address is not None:
+            told = f"this process is connected to Ray already, so it cannot connect to {self.address}"
+            raise ValueError(f"{told}; leave the address out, or call ray.shutdown() first")
+        self._connected = True
 
 
 def _resource(task: Task) -> str:
