@@ -29,6 +29,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, float]]] = {
     "secagg-keys": secagg.hundred,
     "flower": flower.ten,
     "flower-100": flower.hundred,
+    "ray": federation.ray,
 }
 
 

@@ -37,6 +37,7 @@ from fedveil.core.seeds import Seed
 from fedveil.core.setup import init_state, moved, private_root, settle
 from fedveil.core.task import Task
 from fedveil.engines.local import LocalEngine
+from fedveil.engines.ray import RayEngine
 from fedveil.runs.fingerprint import decided, validate_same
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.origin import Where, describe
@@ -189,10 +190,13 @@ def _where(
     here = Where(
         "", str(task.device), None, None, torch.get_num_threads(), False, noise is not None, type(engine).__name__
     )
-    if type(engine) is not LocalEngine:
+    if not isinstance(engine, LocalEngine) or type(engine) not in (LocalEngine, RayEngine):
         return here, f"its engine is {type(engine).__name__}"
-    local = {"stack": engine.stack, "workers": engine.lanes(task), "debug": engine.debug, "compile": engine.compile}
-    here = msgspec.structs.replace(here, engine="local", **local)
+    ours: dict[str, Any] = {"engine": "local", "stack": engine.stack, "workers": engine.lanes(task)}
+    ours |= {"debug": engine.debug, "compile": engine.compile}
+    if isinstance(engine, RayEngine):
+        ours |= {"engine": "ray", "ray_address": engine.address}
+    here = msgspec.structs.replace(here, **ours)
     if identities is not None or noise not in (None, seed):
         return here, "the command line has no identities and fixes test noise at the seed only"
     return here, ""

@@ -684,3 +684,45 @@ def test_looking_around_imports_neither_matplotlib_nor_sklearn() -> None:
     env = os.environ | {"PYTHONPATH": str(Path(fedveil.__file__).parents[1])}
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True).stdout
     assert shown.splitlines()[-1] == ""
+
+
+HEAVY = {"torch", "numpy", "scipy", "dp_accounting", "cryptography", "matplotlib", "sklearn"}
+QUICK = f"""
+import os, sys
+from fedveil.cli import main
+
+for line in ("", "--version", "run --help", "deploy init --help", "fedage --help", "audit --help", "nonsense", "run",
+             "run --nonsense", "list nothing", "fedage pretrain --block x", "completion"):
+    if line == "completion":
+        os.environ.update(_FEDVEIL_COMPLETE="complete_bash", COMP_WORDS="fedveil re", COMP_CWORD="1")
+    sys.argv[1:] = line.split()
+    try:
+        main()
+    except SystemExit as end:
+        print(line, end.code or 0, *{HEAVY} & set(sys.modules), sep=":")
+"""
+
+
+def test_help_version_completion_and_usage_errors_do_without_torch() -> None:
+    env = os.environ | {"PYTHONPATH": str(Path(fedveil.__file__).parents[1])}
+    ran = subprocess.run([sys.executable, "-c", QUICK], capture_output=True, text=True, env=env, check=True)
+    ends = {line.partition(":")[0]: line.partition(":")[2] for line in ran.stdout.splitlines() if ":" in line}
+    wrong = ("nonsense", "run", "run --nonsense", "list nothing", "fedage pretrain --block x")
+    assert [ends[line] for line in wrong] == ["2"] * len(wrong)
+    right = ("", "--version", "run --help", "deploy init --help", "fedage --help", "audit --help", "completion")
+    assert [ends[line] for line in right] == ["0"] * len(right)
+    assert "plain,resume" in ran.stdout
+    assert f"\n{fedveil.__version__}\n" in ran.stdout
+
+
+def test_fedveil_has_its_names_when_they_are_used() -> None:
+    code = "import sys, fedveil; assert 'torch' not in sys.modules; "
+    code += (
+        "from fedveil import *; print(FedAvg is fedveil.FedAvg is fedveil.METHODS['fedavg'], fedveil.data.load is load)"
+    )
+    env = os.environ | {"PYTHONPATH": str(Path(fedveil.__file__).parents[1])}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert ran.stdout == "True True\n"
+    assert set(fedveil.__all__) <= set(dir(fedveil))
+    with pytest.raises(AttributeError, match="module 'fedveil' has no attribute 'FedAverage'"):
+        fedveil.FedAverage  # noqa: B018

@@ -109,6 +109,7 @@ def test_a_method_is_unknown_until_its_module_is_imported(home: Path) -> None:
         ("cost mine.toml --import mymethod --import json", "mine"),
         ("run --help", "--import MODULE"),
         ("deploy --help", "--import MODULE"),
+        ("deploy init --help", "--import MODULE"),
     ],
 )
 def test_every_command_takes_it(home: Path, line: str, found: str) -> None:

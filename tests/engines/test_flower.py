@@ -577,13 +577,16 @@ def test_an_exceptions_words_stay_with_a_deployed_client(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--ray-address", "127.0.0.1:1"], "--ray-address is where Flower's simulation runs; add --engine flower"),
+        (["--ray-address", "127.0.0.1:1"], "--ray-address is for engines that run on Ray; add --engine ray or"),
         (["--engine", "flower", "--stack", "2"], "leave out --stack/--workers"),
         (["--engine", "flower", "--compile"], "--compile makes kernels for a GPU and the local engine; leave it out"),
         (["--device", "cpu", "--compile"], "--compile makes kernels for a GPU and the local engine; leave it out"),
         (["--engine", "flower", "--workers", "2", "--ray-address", "127.0.0.1:1"], "leave out --stack/--workers"),
         (["--engine", "flower", "--ray-address", "127.0.0.1:1"], "there is no Ray at 127.0.0.1:1; start one"),
         (["--engine", "flower", "--ray-address", "there"], "the Ray address is 'there'; it is HOST:PORT"),
+        (["--engine", "ray", "--ray-address", "127.0.0.1:1"], "there is no Ray at 127.0.0.1:1; start one"),
+        (["--engine", "ray", "--ray-address", "there"], "the Ray address is 'there'; it is HOST:PORT"),
+        (["--engine", "ray", "--compile"], "--compile makes kernels for a GPU and the local engine; leave it out"),
     ],
 )
 def test_a_mistake_is_one_sentence(options, said, tmp_path):

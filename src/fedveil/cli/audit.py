@@ -14,21 +14,17 @@ import typer
 from rich.table import Table
 
 from fedveil.cli import show
-from fedveil.cli.jobs import Job
 from fedveil.cli.options import Format, Shown, argument, option
 from fedveil.cli.shell import err, out, say
-from fedveil.core.loop import trained_task
-from fedveil.core.seeds import Seed
-from fedveil.core.setup import private_root
-from fedveil.gpu.context import using
-from fedveil.runs.checkpoint import Saved
-from fedveil.runs.progress import LINE_EVERY
+from fedveil.gpu.context import LINE_EVERY, using
 
 if TYPE_CHECKING:
     from fedveil.attacks.mechanism import Mechanism
     from fedveil.attacks.membership import Audit
     from fedveil.attacks.roc import Figures
     from fedveil.attacks.users import SumAudit
+    from fedveil.cli.jobs import Job
+    from fedveil.runs.checkpoint import Saved
 
 DELTA = 1e-5  # where a recipe has none
 BROKEN = 1
@@ -49,6 +45,8 @@ def audit(
 
     Example: fedveil audit runs/demo/digits-fedavg
     """
+    from fedveil.cli.jobs import Job
+
     if records < 100 or answers < 1:
         raise ValueError("--records is at least 100 and --answers at least 1")
     job = Job.held(path)
@@ -70,6 +68,9 @@ def audit(
 
 def _audited(job: Job, saved: Saved, records: int, canaries: int, answers: int, tell: Callable[[str], object]) -> Audit:
     from fedveil.attacks import mechanism, membership, users
+    from fedveil.core.loop import trained_task
+    from fedveil.core.seeds import Seed
+    from fedveil.core.setup import private_root
 
     plan = job.recipe
     task = plan.on(job.data(False, {}), job.where.device)

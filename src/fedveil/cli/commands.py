@@ -6,16 +6,15 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import click
 import typer
 
-from fedveil import data
 from fedveil.cli import show
 from fedveil.cli.interrupt import INTERRUPTED, Interrupt
-from fedveil.cli.jobs import Job, choose, holds_run
 from fedveil.cli.options import (
+    IMPORT,
     Compile,
     DataDir,
     Debug,
@@ -37,14 +36,13 @@ from fedveil.cli.options import (
     option,
 )
 from fedveil.cli.shell import Plainly, out, say
-from fedveil.core.outcome import learned_nothing, nothing_learned
-from fedveil.core.setup import settled_like
 from fedveil.core.version import __version__
-from fedveil.runs import recipe
-from fedveil.runs.cost import cost as foretell
-from fedveil.runs.origin import Where
-from fedveil.runs.plugins import import_modules, imported, load_plugins
-from fedveil.runs.recipe import Recipe
+
+if TYPE_CHECKING:
+    from fedveil.cli.jobs import Job
+    from fedveil.data import Data
+    from fedveil.runs.origin import Where
+    from fedveil.runs.recipe import Recipe
 
 DEMO = [
     "digits/fedavg",
@@ -71,9 +69,7 @@ def root(context: typer.Context, version: Version = False, modules: Imports = No
 
     Start with: fedveil run digits/fedavg
     """
-    imported.clear()
-    load_plugins()
-    import_modules(modules or ())
+    context.meta[IMPORT] = modules or []
     if version:
         out.out(__version__)
     elif context.invoked_subcommand is None:
@@ -103,6 +99,9 @@ def run(
 
     Example: fedveil run digits/fedavg --set rounds=5 --set method.local.lr=0.1
     """
+    from fedveil.cli.jobs import Job, choose, holds_run
+    from fedveil.runs import recipe
+
     plan = recipe.read(source, changes or ())
     path = folder or _fresh(_name(source))
     if holds_run(path):
@@ -122,6 +121,8 @@ def resume(
 
     Example: fedveil resume runs/demo/digits-fedavg --rounds 40
     """
+    from fedveil.cli.jobs import Job
+
     job = Job.held(path)
     done = len(job.ledger.rows)
     if rounds is not None:
@@ -157,6 +158,8 @@ def _finish(job: Job, fetch: bool, format: Format) -> None:
 
 def _validate_learned(jobs: Sequence[Job]) -> None:
     """End with an exit code if some run had no answer that it could use."""
+    from fedveil.core.outcome import learned_nothing, nothing_learned
+
     if empty := [f"{job.path}: {nothing_learned(job.ledger)}" for job in jobs if learned_nothing(job.ledger)]:
         raise click.ClickException("; ".join(empty))
 
@@ -194,13 +197,16 @@ def compare(
 
     Example: fedveil compare digits/fedavg digits/scaffold --set rounds=10
     """
+    from fedveil.cli.jobs import choose
+    from fedveil.runs import recipe
+
     home, chosen = folder or _fresh("compare"), sources or DEMO
     where = choose(data_dir, device, stack, workers, engine, ray_address, debug, insecure_test_noise, compile)
     plans = {home / _name(source): recipe.read(source, changes or ()) for source in chosen}
     if len(plans) < len(chosen):
         raise ValueError("two of the recipes have one name and would share a folder; name each once")
     jobs = [_job(path, plan, where) for path, plan in plans.items()]
-    loaded: dict[str, data.Data] = {}
+    loaded: dict[str, Data] = {}
     for job in jobs:
         if job.ended:
             say(f"{job.path} is finished already and used as it is")
@@ -225,6 +231,9 @@ def compare(
 
 def _job(path: Path, plan: Recipe, where: Where) -> Job:
     """The run of `plan` in `path`: the one that is there, or a new one."""
+    from fedveil.cli.jobs import Job, holds_run
+    from fedveil.core.setup import settled_like
+
     if not holds_run(path):
         return Job.new(path, plan, where)
     job = Job.held(path, plan)
@@ -253,6 +262,10 @@ def cost(
 
     Example: fedveil cost digits/tofu --set method.up.points=16
     """
+    from fedveil.cli.jobs import Job
+    from fedveil.runs import recipe
+    from fedveil.runs.cost import cost as foretell
+
     if source not in recipe.names() and Path(source).is_dir():
         data_dir = data_dir or Path(Job.held(Path(source)).where.data_dir)
         source = str(Path(source) / "recipe.toml")

@@ -15,17 +15,19 @@ import typer
 from fedveil.cli import show
 from fedveil.cli.interrupt import INTERRUPTED
 from fedveil.cli.options import Format, Sets, Shown, argument, option
-from fedveil.cli.shell import err, say
-from fedveil.core.ledger import Row
-from fedveil.runs import recipe
-from fedveil.runs.progress import Watch
+from fedveil.cli.shell import Plainly, err, say
 
 if TYPE_CHECKING:
+    from fedveil.core.ledger import Row
     from fedveil.engines.claims import Seat
+    from fedveil.runs.progress import Watch
+    from fedveil.runs.recipe import Recipe
 
 Superlink = Annotated[str | None, option("--superlink", "NAME", "Connection name in Flower's config.toml.")]
 
-deploy = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Write and rehearse a deployment on Flower.")
+deploy = typer.Typer(
+    cls=Plainly, no_args_is_help=True, rich_markup_mode=None, help="Write and rehearse a deployment on Flower."
+)
 
 
 @deploy.command()
@@ -42,6 +44,7 @@ def init(
     Example: fedveil deploy init federation --recipe digits/scaffold --clients 2
     """
     from fedveil.deploy import scaffold
+    from fedveil.runs import recipe
 
     own = [f"task.{key}={value}" for key, value in (("model", model), ("data", data)) if value is not None]
     for sentence in scaffold.init(folder, recipe.read(source, [*(changes or ()), *own]), clients):
@@ -155,9 +158,10 @@ def _shown(client: int, seat: Seat, superlink: str | None, format: Format) -> No
     show.summary({"client": client, "node": str(seat.node) if superlink else None, "key": seat.key}, format)
 
 
-def _rehearse(folder: Path, plan: recipe.Recipe, clients: Sequence[int]) -> str:
+def _rehearse(folder: Path, plan: Recipe, clients: Sequence[int]) -> str:
     from fedveil.deploy import deployment
     from fedveil.deploy import rehearse as stage
+    from fedveil.runs.progress import Watch
 
     stopping = (signal.SIGINT, signal.SIGTERM)  # also where whoever started this ignores the first
     before = [signal.signal(number, _interrupt) for number in stopping]

@@ -5,27 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fedveil import data, models
-from fedveil.cli import records, show
-from fedveil.cli.options import (
-    Format,
-    Shown,
-    What,
-    argument,
-)
+from fedveil.cli import show
+from fedveil.cli.options import Format, Shown, What, argument
 from fedveil.cli.shell import out
-from fedveil.codecs.base import Codec
-from fedveil.core.batchnorm import POLICIES
-from fedveil.core.losses import LOSSES
-from fedveil.core.measures import METRICS
-from fedveil.core.message import Refused
-from fedveil.core.method import METHODS, Method
 from fedveil.core.spelling import nearest
-from fedveil.runs import recipe
-from fedveil.runs.recipe import Recipe
-from fedveil.runs.typed import keys, section
+
+if TYPE_CHECKING:
+    from fedveil.codecs.base import Codec
+    from fedveil.core.method import Method
+    from fedveil.runs.recipe import Recipe
 
 
 def list_(
@@ -35,6 +25,13 @@ def list_(
 
     Example: fedveil list recipes
     """
+    from fedveil import data, models
+    from fedveil.codecs.base import Codec
+    from fedveil.core.losses import LOSSES
+    from fedveil.core.measures import METRICS
+    from fedveil.core.method import METHODS
+    from fedveil.runs import recipe
+
     tables: dict[What, Callable[[], dict[str, str]]] = {
         What.methods: lambda: {name: _summary(method) for name, method in METHODS.items()},
         What.codecs: lambda: {name: _first_line(codec) for name, codec in Codec.registry.items()},
@@ -72,6 +69,9 @@ def describe(method: Annotated[str, argument("METHOD")], format: Shown = Format.
 
     Example: fedveil describe scaffold
     """
+    from fedveil.codecs.base import Codec
+    from fedveil.core.method import METHODS
+
     if method in Codec.registry and method not in METHODS:
         return _describe_codec(Codec.registry[method](), format)
     if method not in METHODS:
@@ -96,6 +96,8 @@ def describe(method: Annotated[str, argument("METHOD")], format: Shown = Format.
 
 def _batch_norm(method: Method) -> str:
     """What may happen to batch norm layers, and why something else may not."""
+    from fedveil.core.batchnorm import POLICIES
+
     whys = {policy: method.no_batch_norm(policy) for policy in POLICIES[:-1]}
     usable = ", ".join([*(policy for policy, why in whys.items() if not why), POLICIES[-1]])
     why = next((why for why in whys.values() if why), "")
@@ -104,6 +106,9 @@ def _batch_norm(method: Method) -> str:
 
 def _as_printed(method: str) -> dict[str, dict[str, Any]]:
     """The recipes with the settings of the method's paper, and those of its keys that are not at their defaults."""
+    from fedveil.core.method import METHODS
+    from fedveil.runs import recipe
+
     plans = {name: recipe.read(name) for name in recipe.names() if name.endswith("-paper")}
     usual = METHODS[method]()
     return {
@@ -136,6 +141,8 @@ def _changes(thing: Any, usual: Any, path: str) -> Iterator[tuple[str, Any]]:
 def _typed(thing: Any, path: str) -> Iterator[tuple[str, str]]:
     """What a recipe can set below `path`, and the present values as one would type them. None is to leave a key out; of
     a table that is left out the keys are named."""
+    from fedveil.runs.typed import keys, section
+
     for key, value in _keys(thing, path):
         shown = str(value).lower() if value is None or isinstance(value, bool) else f"{value}" or '""'
         name = key.removeprefix(f"{path}.")
@@ -169,6 +176,9 @@ def inspect(file: Annotated[Path, argument("FILE")], format: Shown = Format.tabl
 
     Example: fedveil inspect runs/demo/digits-scaffold/checkpoint-00000020.fv
     """
+    from fedveil.cli import records
+    from fedveil.core.message import Refused
+
     if not file.is_file():
         raise ValueError(f"there is no file {file}")
     try:

@@ -7,12 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 from fedveil.cli import show
-from fedveil.cli.jobs import Job
 from fedveil.cli.options import DataDir, Fetch, Format, Sets, Shown, argument, option
 from fedveil.cli.shell import say
-from fedveil.core.export import write
-from fedveil.core.loop import trained_task
-from fedveil.runs import recipe
 
 
 def export(
@@ -46,6 +42,10 @@ def export(
 
 def _model(run: Path, file: Path, fetch: bool) -> dict[str, Any]:
     """Write the trained model of a run folder."""
+    from fedveil.cli.jobs import Job
+    from fedveil.core.export import write
+    from fedveil.core.loop import trained_task
+
     if not run.is_dir():
         raise ValueError(f"there is no run folder {run}; a file is for the model of one, and -o for a recipe's client")
     job = Job.held(run)
@@ -63,6 +63,7 @@ def _client(
     """Write the client of a recipe."""
     from fedveil.methods.baffle.baffle import Baffle
     from fedveil.methods.baffle.export import export as write_client
+    from fedveil.runs import recipe
 
     plan = recipe.read(source, changes)
     if plan.method.name != Baffle.name:

@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import msgspec
 import typer
@@ -14,19 +14,18 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
 from fedveil.cli import show
-from fedveil.cli.jobs import Job
 from fedveil.cli.options import Device, Format, Shown, argument, option
-from fedveil.cli.shell import err, out, say
-from fedveil.codecs import autoencoder
-from fedveil.codecs.autoencoder import Code
-from fedveil.codecs.pretraining import PRETRAININGS
-from fedveil.codecs.pretraining import pretrain as train
-from fedveil.runs.progress import LINE_EVERY
-from fedveil.runs.recipe import pick_device
+from fedveil.cli.shell import Plainly, err, out, say
+from fedveil.gpu.context import LINE_EVERY
+
+if TYPE_CHECKING:
+    from fedveil.codecs.autoencoder import Pair
 
 DELTA = 1e-5
 
-fedage = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Train FedAGE's codes, and attack them.")
+fedage = typer.Typer(
+    cls=Plainly, no_args_is_help=True, rich_markup_mode=None, help="Train FedAGE's codes, and attack them."
+)
 
 
 class Telling:
@@ -78,8 +77,13 @@ def pretrain(
 
     Example: fedveil fedage pretrain --block 16 --cohort 5 --width 64 --groups 25600 --batch 256 --lr 0.001
     """
+    from fedveil.codecs import autoencoder
+    from fedveil.codecs.pretraining import PRETRAININGS
+    from fedveil.codecs.pretraining import pretrain as train
+    from fedveil.runs.recipe import pick_device
+
     half = max(1, block // 2) if code_size is None else code_size
-    key = Code(block, half, levels, cohort, width, seed, pretraining=pretraining)
+    key = autoencoder.Code(block, half, levels, cohort, width, seed, pretraining=pretraining)
     given: dict[str, Any] = {
         "epochs": epochs,
         "groups": groups,
@@ -121,7 +125,7 @@ def pretrain(
     )
 
 
-def _heuristic(pair: autoencoder.Pair) -> float:
+def _heuristic(pair: Pair) -> float:
     """ε = √(2 ln(1.25/δ)) (s/m) / σ_ν: section 3.4 with noise and sensitivity in the same units, so that n cancels."""
     key = pair.code
     return math.sqrt(2 * math.log(1.25 / DELTA)) * key.levels / key.cohort / max(pair.spread, 1e-12)
@@ -137,6 +141,7 @@ def attack(path: Annotated[Path, argument("DIR")], format: Shown = Format.table)
     Example: fedveil fedage attack runs/demo/digits-fedage
     """
     from fedveil.attacks.differential import expose, overheard
+    from fedveil.cli.jobs import Job
     from fedveil.codecs.fedage import FedAgeCodec
     from fedveil.core.message import Slots
     from fedveil.core.seeds import Seed

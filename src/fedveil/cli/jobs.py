@@ -8,7 +8,7 @@ import sys
 import tomllib
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,9 @@ from fedveil.core.outcome import NOTHING, NoUsableAnswers, finished, validate_go
 from fedveil.core.setup import init_state, private_root
 from fedveil.core.task import Task
 from fedveil.data.files import data_directory
+from fedveil.engines import cluster
 from fedveil.engines.local import ClientFailure, LocalEngine
+from fedveil.engines.ray import RayEngine
 from fedveil.privacy.account import SPENT, Tally
 from fedveil.runs import recipe
 from fedveil.runs.checkpoint import RunError, Saved, first_rows, newest
@@ -54,7 +56,9 @@ def choose(
     compile: bool,
 ) -> Where:
     if engine == "local" and ray_address is not None:
-        raise ValueError("--ray-address is where Flower's simulation runs; add --engine flower")
+        raise ValueError("--ray-address is for engines that run on Ray; add --engine ray or --engine flower")
+    if engine == "ray":
+        cluster.load("--engine ray", "ray")
     if engine == "flower":
         import fedveil.engines.flower  # noqa: F401 - says how to install what is missing, before anything is loaded
 
@@ -211,9 +215,12 @@ class Job:
                 debug=where.debug,
                 tell=say,
             )
-        engine = LocalEngine(where.stack, where.workers, where.debug, where.compile)
+        if where.engine == "ray":
+            engine: LocalEngine = RayEngine(where.ray_address, where.workers, where.stack, logs=where.debug, tell=say)
+        else:
+            engine = LocalEngine(where.stack, where.workers, where.debug, where.compile)
         self.environment = {**self.environment, "workers": engine.lanes(task)}  # a resume elsewhere needs as many
-        return nullcontext(engine)
+        return closing(engine)
 
 
 def _validate_allowed(path: Path, modules: list[str], given: Recipe | None) -> None:

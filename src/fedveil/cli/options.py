@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 Format = StrEnum("Format", ["table", "json"])
-Kind = StrEnum("Kind", ["local", "flower"])
+Kind = StrEnum("Kind", ["local", "flower", "ray"])
 What = StrEnum("What", ["methods", "codecs", "models", "data", "losses", "metrics", "recipes"])
 
 
@@ -36,8 +36,8 @@ Fetch = Annotated[bool, option("--fetch", None, "Download the data if it is miss
 Device = Annotated[str, option("--device", "auto|cpu|cuda", "Device; auto uses a GPU if there is one.")]
 Stack = Annotated[int | None, option("--stack", "N|auto", "Clients per stack.", parser=number)]
 Workers = Annotated[int | None, option("--workers", "N|auto", "Stacks trained in parallel.", parser=number)]
-Engine = Annotated[Kind, option("--engine", "local|flower", "This process, or Flower's simulation.")]
-Ray = Annotated[str | None, option("--ray-address", "HOST:PORT", "With flower: use this Ray cluster.")]
+Engine = Annotated[Kind, option("--engine", "local|flower|ray", "This process, Flower's simulation, or Ray.")]
+Ray = Annotated[str | None, option("--ray-address", "HOST:PORT", "With flower or ray: use this Ray cluster.")]
 Debug = Annotated[bool, option("--debug", None, "Train one client at a time; stop at a failure.")]
 Compile = Annotated[bool, option("--compile", None, "Compile heavy steps on a GPU; slow at first.")]
 Noise = Annotated[bool, option("--insecure-test-noise", None, "Fix the private randomness; for tests only.")]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import click
@@ -11,7 +13,6 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from fedveil.cli.options import IMPORT, IMPORTS
-from fedveil.runs.plugins import import_modules
 
 BUG = "fedveil did not expect this; please report it with the recipe."
 
@@ -24,26 +25,41 @@ def say(sentence: object) -> None:
     err.print(f"fedveil: {' '.join(str(sentence).split())}", soft_wrap=not err.is_terminal)
 
 
+def _note(context: click.Context, parameter: click.Parameter, modules: Sequence[str]) -> None:
+    context.meta.setdefault(IMPORT, []).extend(modules)
+
+
+def _after_imports(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command, after plugins and the modules of --import are imported."""
+
+    @functools.wraps(command)
+    def start(*args: Any, **values: Any) -> Any:
+        from fedveil.runs.plugins import import_modules, imported, load_plugins
+
+        imported.clear()
+        load_plugins()
+        import_modules(click.get_current_context().meta.get(IMPORT, ()))
+        return command(*args, **values)
+
+    return start
+
+
 class Plainly(TyperGroup):
     """What a user can get wrong is one sentence and exit code 2; a bug keeps its traceback.
 
-    Every command takes --import, which comes before all else that the command does.
+    Every command takes --import, which comes before all else that the command does. Neither help nor a command line
+    that cannot be understood imports PyTorch.
     """
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         command = super().get_command(ctx, cmd_name)
         if command and not any(IMPORT in each.opts for each in command.params):
-            command.params.append(
-                click.Option(
-                    [IMPORT, "modules"],
-                    metavar="MODULE",
-                    help=IMPORTS,
-                    multiple=True,
-                    is_eager=True,
-                    expose_value=False,
-                    callback=lambda context, parameter, modules: import_modules(modules),
-                )
+            option = click.Option(
+                [IMPORT, "modules"], metavar="MODULE", help=IMPORTS, multiple=True, expose_value=False, callback=_note
             )
+            command.params.append(option)
+            if not isinstance(command, click.Group) and command.callback:
+                command.callback = _after_imports(command.callback)
         return command
 
     def main(self, *args: Any, **extra: Any) -> NoReturn:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.filesize import decimal
 from rich.table import Table
 
-from fedveil.cli.jobs import Job
 from fedveil.cli.options import Format
 from fedveil.cli.shell import out
-from fedveil.core.ledger import figure
+
+if TYPE_CHECKING:
+    from fedveil.cli.jobs import Job
 
 
 def as_json(value: Any) -> None:
@@ -39,6 +40,8 @@ def summary(figures: Mapping[str, Any], format: Format) -> None:
 
 def pairs(rows: Iterable[tuple[str, object]]) -> None:
     """Two columns, the second one wrapped between words."""
+    from fedveil.core.ledger import figure
+
     shown = [(left, str(x).lower() if x is None or isinstance(x, bool) else figure(x)) for left, x in rows]
     width = max(len(left) for left, _ in shown) + 2
     for left, right in shown:

@@ -31,6 +31,9 @@ class Pure:
     def __init__(self, model: nn.Module, names: Iterable[str], inputs: Inputs = one_argument) -> None:
         self._model, self._names, self._inputs, self._local = model, set(names), inputs, threading.local()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Pure, (self._model, self._names, self._inputs)  # threads elsewhere make modules of their own
+
     def __call__(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
         model, places = self._own()
         try:

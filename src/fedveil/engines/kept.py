@@ -98,7 +98,7 @@ def entries(frame: bytes) -> list[Entry]:
 def unpack(frame: bytes, clients: Clients, client: int, key: bytes | None = None) -> None:
     """Give `clients` back what one of them kept, without secrets that `key` does not open. Raises `Refused`."""
     kept, device = _read(frame), clients.task.device
-    clients.memory.entries[client], clients.round = entries(frame), kept.round
+    clients.memory.entries[client], clients.round = entries(frame), max(clients.round, kept.round)
     notes = {note.name: note.value() for note in kept.notes if note.sealed is None}
     for note in kept.notes:
         if key and note.sealed and (secret := Secrets.unsealed(note.sealed, key, _about(clients, client))):
@@ -110,6 +110,32 @@ def _read(frame: bytes) -> Kept:
     kept, _ = message.unframe(frame, {Kept.kind: Kept}, len(frame))
     assert isinstance(kept, Kept)
     return kept
+
+
+# ---------------------------------------------------------------------------------------------------- on its way
+
+
+class Carried:
+    """What the clients of a simulation keep, on the server's side: it travels with a question and comes back with the
+    answer, so that any process may answer for any client."""
+
+    def __init__(self, clients: Clients) -> None:
+        self.clients, self._round = clients, 0
+        self._frames: dict[int, bytes] = {}  # of this round, with notes; memory alone lasts longer
+
+    def along(self, client: int, round_: int) -> bytes:
+        """What to send with a question of a round."""
+        if round_ != self._round:
+            self._round, self._frames = round_, {}
+        if client not in self._frames and (entries := self.clients.memory.entries.get(client)):
+            return pack_memory(self.clients.run, client, entries)
+        return self._frames.get(client, b"")
+
+    def back(self, client: int, frame: bytes) -> None:
+        """Take what came with an answer."""
+        self._frames[client] = frame
+        if frame and (found := entries(frame)):
+            self.clients.memory.entries[client] = found
 
 
 # ---------------------------------------------------------------------------------------------------- on disk

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
+LINE_EVERY = 5.0  # seconds between two lines of progress, where nothing renews a line
 Observer = Callable[[int, int], None]  # called with the steps done and the steps there are
 
 

@@ -12,9 +12,8 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from fedveil.core.ledger import Ledger, Row, headline
-from fedveil.gpu.context import using
+from fedveil.gpu.context import LINE_EVERY, using
 
-LINE_EVERY = 5.0  # seconds, where nothing renews a line
 LONG = 3.0  # seconds of a round after which it is told how far its clients are
 
 

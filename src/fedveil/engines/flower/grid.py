@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,11 +15,11 @@ from fedveil.core.clients import Clients, Letter, Reply
 from fedveil.core.message import Refused
 from fedveil.engines import kept
 from fedveil.engines.claims import Claims
+from fedveil.engines.cluster import note
 from fedveil.engines.flower import wire
 
 LEARNING = 60.0  # seconds a node has to say which client it is
 TOLD_EVERY = 5.0  # seconds
-note = logging.getLogger("fedveil").info
 
 
 class Flower:
@@ -51,7 +50,7 @@ class Flower:
         self.grid, self.patience, self.nodes, self.poll, self.tell = grid, patience, nodes, poll, tell
         self.simulated, self.alive, self.claims = simulated, alive, claims or Claims()
         self._clients: Clients | None = None
-        self._kept: dict[int, bytes] = {}
+        self._carried: kept.Carried | None = None
         self._node: dict[int, int] = {}  # client -> the node that may be asked for it
         self._refused: dict[int, str] = {}  # node -> why it is not asked
         self._unfit: dict[int, str] = {}  # client -> why its own node is not asked
@@ -59,7 +58,7 @@ class Flower:
 
     def open(self, clients: Clients) -> None:
         """Wait until the nodes are there. Raises TimeoutError."""
-        self._clients, self._kept = clients, {}
+        self._clients, self._carried = clients, kept.Carried(clients) if self.simulated else None
         wanted = len(clients.task.clients) if self.nodes is None else self.nodes
         end, told = time.monotonic() + self.patience, time.monotonic()
         self._learn()
@@ -98,7 +97,8 @@ class Flower:
             if k not in self._node:
                 replies.append(Reply(k, problem=self._unfit.get(k, f"failed: no Flower node is client {k}")))
                 continue
-            content = self._content({"frame": letter.frame}, self._keeps(k))
+            along = self._carried.along(k, letter.envelope.round) if self._carried else b""
+            content = self._content({"frame": letter.frame}, along)
             messages[k] = Message(content, self._node[k], MessageType.TRAIN, ttl=timeout)
             sizes[k] = wire.size(messages[k])
         for k, came in self._exchange(messages, timeout).items():
@@ -110,8 +110,8 @@ class Flower:
             problem = came or f"late: no answer within {timeout:g} s"
             return Reply(client, problem=problem, wire_down=down)
         reply = wire.read_answer(came, client, self.simulated)
-        if self.simulated and not reply.problem:
-            self._keep(client, came)
+        if self._carried and not reply.problem:
+            self._carried.back(client, wire.take(came, "frame", bytes, b"", wire.KEPT))
         return replace(reply, wire_up=wire.size(came), wire_down=down)
 
     # ------------------------------------------------------------------------------------------------ messages
@@ -194,21 +194,3 @@ class Flower:
             return f"Flower node {node} is not asked: {error}"
         self._node[client] = node
         return ""
-
-    # ------------------------------------------------------------------------------------------------ a simulation
-
-    def _keeps(self, client: int) -> bytes:
-        """What a simulated client keeps, as it is sent along."""
-        assert self._clients
-        if not self.simulated:
-            return b""
-        if client not in self._kept and (entries := self._clients.memory.entries.get(client)):
-            return kept.pack_memory(self._clients.run, client, entries)
-        return self._kept.get(client, b"")
-
-    def _keep(self, client: int, came: Message) -> None:
-        assert self._clients
-        frame = wire.take(came, "frame", bytes, b"", wire.KEPT)
-        self._kept[client] = frame
-        if frame and (entries := kept.entries(frame)):
-            self._clients.memory.entries[client] = entries
