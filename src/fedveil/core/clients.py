@@ -82,7 +82,7 @@ class Reply:
 
     def __len__(self) -> int:
         """The bytes of the answer."""
-        return len(self.letter or self.frame)
+        return len(self.frame) if self.letter is None else len(self.letter)
 
 
 class Unanswered(Exception):

@@ -25,6 +25,10 @@ class Loose:
     tensors: tuple[Tensor, ...]
 
     def __len__(self) -> int:
+        return self._length
+
+    @cached_property
+    def _length(self) -> int:
         lengths = (LENGTH.size + len(self.head), *(tensor.numel() * tensor.itemsize for tensor in self.tensors))
         return sum(length + -length % 8 for length in lengths)
 

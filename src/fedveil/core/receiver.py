@@ -47,8 +47,8 @@ class Receiver:
         if client not in self.questions:
             self.row.events.append(f"client {client}: refused: unknown client: it was not asked")
             return
-        if len(reply):
-            self.row.count_up(client, len(reply))
+        if size := len(reply):
+            self.row.count_up(client, size)
         if client in self._read:
             self._check()
         if client in self.answered:

@@ -108,8 +108,8 @@ def extremes(tensors: Sequence[Tensor]) -> tuple[list[float], list[float]]:
     if rows is None:
         pairs = [torch.aminmax(_ordered(tensor)) for tensor in tensors]
         return [float(low) for low, _ in pairs], [float(high) for _, high in pairs]
-    low, high = torch.aminmax(_ordered(rows).flatten(1), dim=1)
-    least, largest = torch.stack([low, high]).tolist()
+    rows = _ordered(rows).flatten(1)
+    least, largest = torch.stack([rows.amin(1), rows.amax(1)]).tolist()  # on a CPU far faster than aminmax by rows
     return least, largest
 
 
