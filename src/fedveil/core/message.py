@@ -23,7 +23,7 @@ import math
 import struct
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -180,7 +180,12 @@ def pack(record: Record) -> bytes:
 
 def frame(record: Record, envelope: Envelope) -> bytes:
     """The whole frame, copied once."""
-    return b"".join([prefix(record.kind, envelope), *_parts(record)])
+    return b"".join(buffers(record, envelope))
+
+
+def buffers(record: Record, envelope: Envelope) -> list[Any]:
+    """The pieces of a frame, in order. Tensors on a CPU are not copied."""
+    return [prefix(record.kind, envelope), *_parts(record)]
 
 
 def prefix(number: int, to: Envelope) -> bytes:
@@ -329,9 +334,17 @@ def unfold(data: bytes) -> Record:
 
 def moved(record: R, device: torch.device | str) -> R:
     """The same record with its tensors, and those of its slots, on `device`."""
-    values = {name: getattr(record, name) for name in record.__struct_fields__}
-    there: dict[str, Any] = {n: v.to(device).clone() for n, v in values.items() if isinstance(v, Tensor)}
-    for name, value in values.items():
+    return mapped(record, lambda tensor: tensor.to(device).clone())
+
+
+def mapped(record: R, change: Callable[[Tensor], Tensor]) -> R:
+    """Return a copy in which `change` has replaced every tensor, also those in lists and slots."""
+
+    def other(value: Any) -> Any:
         if isinstance(value, Slots):
-            there[name] = Slots({part: moved(kept, device) for part, kept in value.items()})
-    return msgspec.structs.replace(record, **there)
+            return Slots({part: mapped(kept, change) for part, kept in value.items()})
+        if isinstance(value, list):
+            return [other(each) for each in value]
+        return change(value) if isinstance(value, Tensor) else value
+
+    return msgspec.structs.replace(record, **{name: other(getattr(record, name)) for name in record.__struct_fields__})

@@ -73,7 +73,7 @@ class Loop:
         else:
             if self._graph is None:
                 self._graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self._graph):
+                with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # others may wait
                     self._step()
             self._graph.replay()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import msgspec
 from fedveil.core import message
 from fedveil.core.ledger import Ledger, Row
 from fedveil.core.memory import Entry
-from fedveil.core.message import Container, Refused, unfold
+from fedveil.core.message import Container, Refused, Slots, Weights, unfold
 from fedveil.core.method import State
 from fedveil.runs.files import undigested
+from fedveil.runs.store import Index, Stored
 
 
 class RunError(ValueError):
@@ -32,14 +34,26 @@ class Remembered(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 @message.kind
+class Snapshot(Container, frozen=True):
+    """Everything a run needs to go on: the server's state, and where the clients' memories are (`runs.store`)."""
+
+    run: bytes
+    round: int
+    weights: Weights
+    slots: Slots
+    memory: Index | None
+    decided: dict[str, bytes]  # what decides the run, by name: see `fingerprint`
+
+
+@message.kind
 class Checkpoint(Container, frozen=True):
-    """Everything a run needs to go on: the server's state and the clients' memories."""
+    """A checkpoint of fedveil 0.3 and before, which holds the clients' memories itself."""
 
     run: bytes
     round: int
     state: bytes
     memory: list[Remembered]
-    decided: dict[str, bytes]  # what decides the run, by name: see `fingerprint`
+    decided: dict[str, bytes]
 
 
 @dataclass(frozen=True)
@@ -49,7 +63,7 @@ class Saved:
     run: bytes
     round: int
     state: Any
-    memory: dict[int, list[Entry]]
+    memory: Mapping[int, list[Entry]]  # read from the disk when it is looked up
     decided: dict[str, bytes] = dataclasses.field(default_factory=dict)
     damaged: tuple[str, ...] = ()  # newer checkpoints that cannot be read, and why
 
@@ -59,7 +73,7 @@ def newest(folder: Path) -> Saved | None:
     problems = list[str]()
     for path in checkpoints_in(folder):
         try:
-            return dataclasses.replace(read_checkpoint(path.read_bytes()), damaged=tuple(problems))
+            return dataclasses.replace(read_checkpoint(path), damaged=tuple(problems))
         except (Refused, OSError) as error:
             problems.append(f"{path.name} ({error})")
     if problems:
@@ -95,15 +109,18 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(folder.glob("checkpoint-*.fv"), reverse=True)
 
 
-def read_checkpoint(data: bytes) -> Saved:
-    """The contents of a checkpoint file. Raises `Refused` if it is damaged."""
-    body = undigested(data)
-    checkpoint, _ = message.unframe(body, {Checkpoint.kind: Checkpoint}, len(body))
-    assert isinstance(checkpoint, Checkpoint)
-    memory: dict[int, list[Entry]] = {}
-    for entry in checkpoint.memory:
-        memory.setdefault(entry.client, []).append((entry.round, entry.serial, entry.part, unfold(entry.frame)))
-    state = unfold(checkpoint.state)
+def read_checkpoint(path: Path) -> Saved:
+    """The contents of a checkpoint file. Raises `Refused` if it is damaged, or what it refers to in its folder."""
+    body = undigested(path.read_bytes())
+    found, _ = message.unframe(body, {kind.kind: kind for kind in (Snapshot, Checkpoint)}, len(body))
+    if isinstance(found, Snapshot):
+        memory: Mapping[int, list[Entry]] = Stored.read(path.parent, found.memory, found.round)
+        return Saved(found.run, found.round, State(found.weights, found.slots), memory, found.decided)
+    assert isinstance(found, Checkpoint)
+    inside: dict[int, list[Entry]] = {}
+    for entry in found.memory:
+        inside.setdefault(entry.client, []).append((entry.round, entry.serial, entry.part, unfold(entry.frame)))
+    state = unfold(found.state)
     if not isinstance(state, State):
         raise Refused("wrong kind", f"a {type(state).__name__} is no server's state")
-    return Saved(checkpoint.run, checkpoint.round, state, memory, checkpoint.decided)
+    return Saved(found.run, found.round, state, inside, found.decided)
