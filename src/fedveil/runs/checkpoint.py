@@ -13,10 +13,10 @@ import msgspec
 from fedveil.core import message
 from fedveil.core.ledger import Ledger, Row
 from fedveil.core.memory import Entry
-from fedveil.core.message import Container, Refused, Slots, Weights, unfold
+from fedveil.core.message import Container, Refused, unfold
 from fedveil.core.method import State
 from fedveil.runs.files import undigested
-from fedveil.runs.store import Index, Stored
+from fedveil.runs.log import Index, Stored
 
 
 class RunError(ValueError):
@@ -35,13 +35,11 @@ class Remembered(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 @message.kind
 class Snapshot(Container, frozen=True):
-    """Everything a run needs to go on: the server's state, and where the clients' memories are (`runs.store`)."""
+    """Everything a run needs to go on, but for the server's state: the frame of that is behind this one."""
 
     run: bytes
     round: int
-    weights: Weights
-    slots: Slots
-    memory: Index | None
+    memory: Index | None  # where the clients' memories are
     decided: dict[str, bytes]  # what decides the run, by name: see `fingerprint`
 
 
@@ -112,15 +110,25 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def read_checkpoint(path: Path) -> Saved:
     """The contents of a checkpoint file. Raises `Refused` if it is damaged, or what it refers to in its folder."""
     body = undigested(path.read_bytes())
-    found, _ = message.unframe(body, {kind.kind: kind for kind in (Snapshot, Checkpoint)}, len(body))
-    if isinstance(found, Snapshot):
-        memory: Mapping[int, list[Entry]] = Stored.read(path.parent, found.memory, found.round)
-        return Saved(found.run, found.round, State(found.weights, found.slots), memory, found.decided)
-    assert isinstance(found, Checkpoint)
-    inside: dict[int, list[Entry]] = {}
-    for entry in found.memory:
-        inside.setdefault(entry.client, []).append((entry.round, entry.serial, entry.part, unfold(entry.frame)))
-    state = unfold(found.state)
+    memory: Mapping[int, list[Entry]]
+    if message.envelope(body)[0] == Checkpoint.kind:
+        old, _ = message.unframe(body, {Checkpoint.kind: Checkpoint}, len(body))
+        assert isinstance(old, Checkpoint)
+        run, round_, decided, state, memory = old.run, old.round, old.decided, unfold(old.state), _inside(old)
+    else:
+        end = message.PREFIX_BYTES + 4 + int.from_bytes(body[message.PREFIX_BYTES :][:4], "little")
+        end += -end % 8
+        new, _ = message.unframe(body[:end], {Snapshot.kind: Snapshot}, end)
+        assert isinstance(new, Snapshot)
+        run, round_, decided, state = new.run, new.round, new.decided, unfold(body[end:])
+        memory = Stored.read(path.parent, new.memory, round_)
     if not isinstance(state, State):
         raise Refused("wrong kind", f"a {type(state).__name__} is no server's state")
-    return Saved(found.run, found.round, state, inside, found.decided)
+    return Saved(run, round_, state, memory, decided)
+
+
+def _inside(old: Checkpoint) -> dict[int, list[Entry]]:
+    memory: dict[int, list[Entry]] = {}
+    for entry in old.memory:
+        memory.setdefault(entry.client, []).append((entry.round, entry.serial, entry.part, unfold(entry.frame)))
+    return memory

@@ -29,7 +29,8 @@ from fedveil.privacy import account
 from fedveil.privacy.accountant import Steps
 from fedveil.runs.checkpoint import RunError, Saved, Snapshot, checkpoints_in, first_rows, newest, read_checkpoint
 from fedveil.runs.files import digest, naming_file, write
-from fedveil.runs.store import Index, Store
+from fedveil.runs.log import Index
+from fedveil.runs.store import Store
 
 KEPT = 2
 DEPLOYED = "deployment"  # the engine in environment.json of a run that only its app can go on with
@@ -171,8 +172,8 @@ class RunFolder:
     def _write(
         path: Path, run: bytes, round_: int, state: State, memory: Index | None, decided: dict[str, bytes]
     ) -> None:
-        snapshot = Snapshot(run, round_, state.weights, state.slots, memory, decided)
-        parts = message.buffers(snapshot, Envelope(run, round_))
+        where = Envelope(run, round_)
+        parts = message.buffers(Snapshot(run, round_, memory, decided), where) + message.buffers(state, where)
         write(path, *parts, digest(*parts))
 
     def best(self, round_: int) -> State | None:
