@@ -22,6 +22,7 @@ from fedveil.core.message import Envelope, Refused, unfold
 from fedveil.runs.files import digest, hasher, naming_file, sync_names
 
 FULL = 64 << 20  # bytes of a file of entries after which the next one is begun
+WASTE = 64 << 20  # bytes of entries that nobody needs and that may always stay
 BLOCKS = 64 << 10  # bytes of blocks that an index has at least before it is written anew
 _LENGTH = 8  # bytes in front of a block
 
@@ -170,7 +171,7 @@ class Log:
     def _compact(self, add: _Add, changed: Places) -> None:
         """Move what is needed out of files of which most is not, as long as more than half of all bytes is not needed.
         Over the rounds this writes no more than the rounds themselves do."""
-        while sum(self.sizes.values()) > 2 * self.live.total() + FULL:
+        while sum(self.sizes.values()) > 2 * self.live.total() + WASTE:
             full = [number for number in self.sizes if number != self.open]
             old = min(full, key=lambda number: self.live[number] / self.sizes[number], default=0)
             if not old or 2 * self.live[old] > self.sizes[old]:

@@ -51,7 +51,8 @@ class Flower:
         self.grid, self.patience, self.nodes, self.poll, self.tell = grid, patience, nodes, poll, tell
         self.simulated, self.alive, self.claims = simulated, alive, claims or Claims()
         self._clients: Clients | None = None
-        self._kept: dict[int, bytes] = {}
+        self._kept: dict[int, bytes] = {}  # in a simulation, what clients keep, of those that were asked in this round
+        self._round = 0
         self._node: dict[int, int] = {}  # client -> the node that may be asked for it
         self._refused: dict[int, str] = {}  # node -> why it is not asked
         self._unfit: dict[int, str] = {}  # client -> why its own node is not asked
@@ -89,6 +90,8 @@ class Flower:
         """Ask every node at once and take what answers there are in time; whoever has none says why."""
         assert self._clients
         self._forget()
+        if letters and letters[0].envelope.round != self._round:  # notes are void, and the clients' memory has the rest
+            self._kept, self._round = {}, letters[0].envelope.round
         if any(letter.client not in self._node for letter in letters):
             self._learn()
         timeout = self.patience if deadline is None or self.simulated else deadline
