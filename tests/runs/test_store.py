@@ -190,7 +190,7 @@ def test_a_client_keeps_a_copy_of_its_row_and_not_the_whole_stack():
 def test_threads_find_what_was_entered_last_while_another_one_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(log, "FULL", 500)
     monkeypatch.setattr(log, "WASTE", 0)
-    store, rounds = Store(tmp_path), 30
+    store, rounds, writing = Store(tmp_path), 30, None
 
     def answer(client, round_):
         if round_ > 1:
@@ -202,7 +202,7 @@ def test_threads_find_what_was_entered_last_while_another_one_writes(tmp_path, m
         for round_ in range(1, rounds + 1):
             done = pool.map(answer, range(16), [round_] * 16)
             assert list(done) == [None] * 16
-            if round_ > 1:
+            if writing:
                 writing.result()
             writing = writer.submit(store.write, bytes(8), store.hand_over(HostCopies()))
         index = writing.result()
