@@ -380,6 +380,7 @@ def test_of_a_file_that_did_not_reach_the_disk_nothing_is_left(tmp_path, monkeyp
 def test_without_room_for_a_row_the_run_stops_and_can_go_on(method, undisturbed, tmp_path):
     def fill(row):
         """From the second row on, what is written to the ledger meets a full disk."""
+        folder.join()
         for fd in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{fd}") == str(tmp_path / "ledger.jsonl"):
@@ -387,8 +388,9 @@ def test_without_room_for_a_row_the_run_stops_and_can_go_on(method, undisturbed,
                     os.dup2(full, int(fd))
                     os.close(full)
 
+    folder = RunFolder(tmp_path)
     with pytest.raises(OSError, match=r"could not write .*ledger\.jsonl: No space left.*written before is kept"):
-        train(tmp_path, method, observer=fill)
+        train(folder, method, observer=fill)
     assert [p.name for p in tmp_path.glob("checkpoint*")] == ["checkpoint-00000001.fv"]
     train(tmp_path, method)
     assert kept(tmp_path) == undisturbed

@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 import torch
 
@@ -98,6 +99,8 @@ def test_over_many_rounds_files_hold_little_that_nobody_needs_and_moving_costs_n
     assert max(written) <= 4 * entry + sizes["FULL"]
     data = sum(path.stat().st_size for path in tmp_path.glob("memory-*"))
     assert data <= 2 * 300 * entry + 3 * sizes["WASTE"]
+    listing = len(msgspec.msgpack.encode(store._disk.places))
+    assert sum(path.stat().st_size for path in tmp_path.glob("index-*")) <= 2 * (2 * listing + 1000)
     stored = Stored.read(tmp_path, index, 301)
     assert len(stored) == 300
     for client, entries in stored.items():
@@ -163,6 +166,17 @@ def test_whoever_walks_through_all_clients_leaves_none_in_memory(tmp_path):
     store[3] = [(2, 0, "part", control(30))]
     assert sorted(float(entries[0][3].control[0]) for entries in store.values()) == [0, 1, 2, 4, 5, 6, 7, 8, 30]
     assert not store._read
+
+
+def test_what_was_read_in_a_round_is_forgotten_when_it_is_saved(tmp_path):
+    store = Store(tmp_path)
+    store.update({client: [(1, 0, "part", control(client))] for client in range(3)})
+    saved(store)
+    assert float(store[2][0][3].control[0]) == 2
+    assert list(store._read) == [2]
+    saved(store)
+    assert not {*store._read, *store._handed, *store._changed}
+    assert float(store[2][0][3].control[0]) == 2
 
 
 def test_local_batch_norm_is_evaluated_with_all_clients_whether_there_is_a_folder_or_not(tmp_path):
@@ -266,6 +280,14 @@ def test_if_what_the_newest_checkpoint_refers_to_is_damaged_the_one_before_is_us
     *state, rows = kept(tmp_path / "run")
     assert "checkpoint-00000003.fv (" in rows[2].events.pop()
     assert (*state, rows) == kept(tmp_path / "whole")
+
+
+def test_an_older_file_that_is_cut_off_is_named(tmp_path):
+    for rounds in (2, 6):
+        train(tmp_path, METHODS["scaffold"], rounds=rounds, clients=30)
+    (tmp_path / "memory-00000001.fv").write_bytes(b"F")
+    with pytest.raises(ValueError, match=r"no checkpoint in .* can be read: .*memory-00000001\.fv is cut off"):
+        train(tmp_path, METHODS["scaffold"], rounds=8, clients=30)
 
 
 def test_a_client_whose_older_memory_is_damaged_is_refused_and_named(tmp_path):

@@ -93,10 +93,7 @@ class Store(MutableMapping[int, list[Entry]]):
             self._log = Log(self._disk)
         changed, index = self._log.save(run, handed)
         with self._lock:
-            for client, places in changed.items():
-                self._disk.places[client] = places
-                if not places:
-                    del self._disk.places[client]
+            self._disk.places |= changed
             self._handed = {}
         return index
 
