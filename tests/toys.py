@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -48,7 +47,7 @@ def kept(path: Path) -> tuple[Any, ...]:
         saved = folder.load()
     assert saved
     memory = {k: [(*e[:3], message.pack(e[3])) for e in entries] for k, entries in saved.memory.items()}
-    rows = [msgspec.structs.replace(row, seconds=0) for row in fv.Ledger.read(path / "ledger.jsonl").rows]
+    rows = [row.untimed() for row in fv.Ledger.read(path / "ledger.jsonl").rows]
     return saved.round, message.pack(saved.state), memory, rows
 
 

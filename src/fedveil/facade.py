@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Callable
 from itertools import takewhile
@@ -21,6 +22,7 @@ from fedveil.core.loop import Federation, trained_task
 from fedveil.core.message import Slots
 from fedveil.core.method import Method, State
 from fedveil.core.metrics import VALIDATION
+from fedveil.core.moving import moved
 from fedveil.core.outcome import (
     NoUsableAnswers,
     behind_clients,
@@ -34,13 +36,14 @@ from fedveil.core.outcome import (
 )
 from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
-from fedveil.core.setup import init_state, moved, private_root, settle
+from fedveil.core.setup import init_state, private_root, settle
 from fedveil.core.task import Task
 from fedveil.engines.local import LocalEngine
 from fedveil.engines.ray import RayEngine
 from fedveil.runs.fingerprint import decided, validate_same
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.origin import Where, describe
+from fedveil.runs.store import Store
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -100,7 +103,9 @@ def run(
         if home and saved:
             validate_same(home.path, saved.decided, home.decided)
             state, done = moved(saved.state, task.device), saved.round
-            federation.clients.memory.entries = saved.memory
+            home.memory = Store(home.path, saved.memory)
+        if home:
+            federation.clients.memory.entries = home.memory
         if home and home is not folder:  # whoever hands over an open folder has described it
             settings: dict[str, Any] = {"rounds": rounds, "seed": seed, "cohort": sampler, "method": method}
             settings |= {"evaluate_every": evaluate_every, "target": target, "early_stopping": early_stopping}
@@ -121,6 +126,7 @@ def run(
         failed = sum(1 for _ in takewhile(unanswered, reversed(ledger.rows))) % patience
         best = _Best(task, home, ledger)
         stopped = finished(ledger, rounds, target, early_stopping) or ""
+        began = time.perf_counter()
         for number in range(done + 1, rounds + 1):
             stopped = stopped or ("budget" if federation.exhausted(number) else "")
             if stopped:
@@ -129,7 +135,7 @@ def run(
             if saved and saved.damaged and number == done + 1:
                 told = "; ".join(saved.damaged)
                 row.events.append(f"{told} cannot be read: the run goes on from the checkpoint of round {done}")
-            best.see(federation.run, row, state)
+            new_best = best.see(row, state)
             if finished(Ledger([*ledger.rows, row]), rounds, target, early_stopping) == "early":
                 told = f"{VALIDATION}{task.primary.name} has not improved"
                 row.events.append(
@@ -137,11 +143,18 @@ def run(
                 )
             if behind := behind_clients(row):
                 row.events.append(f"clients have seen round {number} before; the run goes on with the next one")
+            if home:
+                home.join()
+                row.saving = home.saving
+            now = time.perf_counter()
+            row.seconds, began = now - began, now
             ledger.append(row)
             if home:
                 for name, pictures in federation.exhibits.items():
                     _exhibit(home, name, number, *pictures)
-                home.save(federation.run, number, state, federation.clients.memory.entries)
+                home.save(federation.run, number, state, new_best)
+                if not getattr(engine, "simulated", True):  # clients that saw the next round would refuse this one
+                    home.join()
             for each in observers:
                 each(row)
             failed = failed + 1 if unanswered(row) and not behind else 0
@@ -152,6 +165,8 @@ def run(
                 raise NoUsableAnswers.after(ledger)
             ended = finished(ledger, rounds, target, early_stopping)
             stopped = ended if ended in ("target", "early") else "interrupt" if stop() else ""
+        if home:
+            home.join()
         if learned_nothing(ledger):
             warnings.warn(nothing_learned(ledger), RuntimeWarning, stacklevel=2)
         return Result(
@@ -160,24 +175,23 @@ def run(
 
 
 class _Best:
-    """The best weights so far by the validation records, in the run's folder too, if there is one."""
+    """The best weights so far by the validation records."""
 
     def __init__(self, task: Task, home: RunFolder | None, ledger: Ledger) -> None:
-        self.task, self.primary, self.home, row = task, task.primary, home, best_row(ledger)
+        self.task, self.primary, row = task, task.primary, best_row(ledger)
         self.name = VALIDATION + self.primary.name
         self.value = row.metrics[self.name] if row else None
         state = home.best(row.round) if home and row else None
         self.kept = self._best(row.round, row.metrics[self.name], state) if row and state else None
 
-    def see(self, run: bytes, row: Row, state: State) -> None:
-        """Keep the weights of a round if they are the best."""
+    def see(self, row: Row, state: State) -> State | None:
+        """Keep the weights of a round if they are the best, and return what a folder keeps of them."""
         value = row.metrics.get(self.name)
         if value is None or (self.value is not None and not self.primary.better(value, self.value)):
-            return
+            return None
         self.value, self.kept = value, self._best(row.round, value, state)
-        if self.home:
-            norms = state.slots.get(SLOT)
-            self.home.keep_best(run, row.round, State(state.weights, Slots({SLOT: norms} if norms else {})))
+        norms = state.slots.get(SLOT)
+        return State(state.weights, Slots({SLOT: norms} if norms else {}))
 
     def _best(self, round_: int, value: float, state: State) -> Best:
         return Best(round_, value, state.weights.cpu().clone(), trained_task(self.task, state))

@@ -70,7 +70,7 @@ def sentence(result: Result, code: int = 2) -> str:
 
 def weights(folder: Path | str) -> torch.Tensor:
     newest = max(Path(folder).glob("checkpoint-*.fv"))
-    found: torch.Tensor = read_checkpoint(newest.read_bytes()).state.weights
+    found: torch.Tensor = read_checkpoint(newest).state.weights
     return found
 
 
@@ -569,7 +569,7 @@ def test_a_narrow_terminal_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_checkpoint_is_shown_with_state_and_memories() -> None:
     good(run("a", method="scaffold"))
     told = good(fv("inspect", "a/checkpoint-00000002.fv", "--format", "json"))
-    assert (told["kind"], told["round"]) == ("Checkpoint", 2)
+    assert (told["kind"], told["round"]) == ("Snapshot", 2)
     state, slot, memory, *_ = told["records"]
     assert (state["part"], state["kind"], state["fields"]["slots"]) == ("state", "State", "scaffold")
     assert (slot["part"], slot["kind"]) == ("scaffold of the server", "Control")

@@ -46,8 +46,8 @@ from fedveil.core.message import (
     unpack,
 )
 from fedveil.core.method import State
+from fedveil.core.moving import moved
 from fedveil.core.schema import check, check_all, size_limit, stack
-from fedveil.core.setup import moved
 from fedveil.links.down import Train
 from fedveil.methods.qfedavg import QFedAvg
 from fedveil.methods.scaffold import Control

@@ -200,7 +200,8 @@ def test_the_best_weights_of_every_checkpoint_that_is_kept_are_kept(tmp_path):
     for number in (1, 2, 3, 4, 5):
         if number < 4:
             home.keep_best(bytes(8), number, State(torch.zeros(3)))
-        home.save(bytes(8), number, State(torch.zeros(3)), {})
+        home.save(bytes(8), number, State(torch.zeros(3)))
+        home.join()
         kept = sorted(int(path.stem[-1]) for path in tmp_path.glob("best-*.fv"))
         assert kept == {1: [1], 2: [1, 2], 3: [2, 3], 4: [3], 5: [3]}[number]
     home.close()

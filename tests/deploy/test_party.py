@@ -53,7 +53,7 @@ class Federation:
     @property
     def weights(self):
         newest = max((self.folder / "run").glob("checkpoint-*.fv"))
-        return read_checkpoint(newest.read_bytes()).state.weights
+        return read_checkpoint(newest).state.weights
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_everybody_loads_its_own_data_only(federation):
     kept = sorted((federation.folder / "clients").glob("*/*.fv"))
     assert len(kept) == 2  # each client's memory is in its own folder, and the server's checkpoint has none
     newest = max((federation.folder / "run").glob("checkpoint-*.fv"))
-    assert read_checkpoint(newest.read_bytes()).memory == {}
+    assert read_checkpoint(newest).memory == {}
 
 
 def test_a_run_of_another_recipe_is_not_gone_on_with(federation):

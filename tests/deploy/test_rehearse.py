@@ -75,7 +75,7 @@ def wait(condition, process=None, stage=None):
 
 
 def weights(folder: Path, number: int) -> torch.Tensor:
-    return read_checkpoint((folder / "run" / f"checkpoint-{number:08d}.fv").read_bytes()).state.weights
+    return read_checkpoint(folder / "run" / f"checkpoint-{number:08d}.fv").state.weights
 
 
 def test_a_method_that_asks_twice_in_a_rehearsal_of_the_command_line(room):

@@ -167,6 +167,18 @@ def test_a_resumed_run_finds_the_memories_of_simulated_clients_in_its_checkpoint
     assert torch.equal(whole.weights, resumed.weights)
 
 
+def test_a_simulation_holds_what_the_clients_of_a_round_keep_and_of_no_others():
+    task, method, options = linear_task(3), fv.Scaffold(), {"rounds": 5, "cohort": 1}
+    engine = Flower(Nodes(client_app(made(task, method)), range(3)), 600.0, poll=0.001, simulated=True)
+    held = []
+    result = fv.run(
+        task, method, engine=engine, observer=lambda row: held.append((row.cohort, list(engine._carried._frames))), **options
+    )
+    assert all(cohort == kept for cohort, kept in held)
+    assert len({cohort[0] for cohort, _ in held}) > 1
+    assert torch.equal(result.weights, fv.run(task, method, **LOCAL, **options).weights)
+
+
 def test_a_restarted_server_finds_deployed_clients_with_their_memories(tmp_path):
     whole = fv.run(linear_task(3), fv.Scaffold(), rounds=4, cohort=3, **LOCAL)
     on_flower(fv.Scaffold(), tmp_path / "clients", rounds=3, folder=tmp_path / "server")

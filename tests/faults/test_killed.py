@@ -14,6 +14,7 @@ import pytest
 
 import fedveil as fv
 from fedveil.engines import LocalEngine
+from fedveil.runs import log
 from toys import kept, linear_task
 
 LOCAL = fv.LocalTraining(batch=4)
@@ -71,9 +72,12 @@ class Die:
 
 
 FSYNC = os.fsync
-STEPS = (
-    2 * 3 + 3 + 3 * 4 + 1
-)  # recipe and environment; the ledger; three rounds of ledger, file, name and folder; one old checkpoint to remove
+STEPS = {
+    # recipe and environment; the ledger; three rounds of ledger, file, name and folder; one old checkpoint to remove
+    "fedavg": 2 * 3 + 3 + 3 * 4 + 1,
+    # and three rounds of memory and index; in the first, the names of both
+    "scaffold": 2 * 3 + 3 + 3 * 4 + 1 + 3 * 2 + 1,
+}
 
 
 def train_and_die(folder: Path, name: str, rounds: int, calls: int, how: str) -> None:
@@ -87,7 +91,7 @@ def train_and_die(folder: Path, name: str, rounds: int, calls: int, how: str) ->
 def test_killed_at_any_step_of_writing_a_run_goes_on_as_if_nothing_had_happened(how, name, tmp_path):
     train(tmp_path / "undisturbed", name, 3)
     undisturbed = kept(tmp_path / "undisturbed")
-    for calls in range(STEPS):
+    for calls in range(STEPS[name]):
         folder = tmp_path / str(calls)
         killed = child(train_and_die, folder, name, 3, calls, how)
         killed.join()
@@ -95,9 +99,33 @@ def test_killed_at_any_step_of_writing_a_run_goes_on_as_if_nothing_had_happened(
         train(folder, name, 3)
         assert kept(folder) == undisturbed, f"killed at step {calls}"
         assert not list(folder.glob("*.new"))
-    alive = child(train_and_die, tmp_path / "alive", name, 3, STEPS, how)
+    alive = child(train_and_die, tmp_path / "alive", name, 3, STEPS[name], how)
     alive.join()
     assert alive.exitcode == 0, "there are more steps than were tried"
+
+
+def test_killed_while_files_of_memory_are_begun_compacted_and_deleted_a_run_goes_on(tmp_path, monkeypatch):
+    moved, move = [], log.Log._moved
+    monkeypatch.setattr(log.Log, "_moved", lambda *args: moved.append(args) or move(*args))
+    monkeypatch.setattr(log, "FULL", 250)  # bytes; a client's control variate has 72
+    monkeypatch.setattr(log, "WASTE", 0)
+    monkeypatch.setattr(log, "BLOCKS", 1)
+    train(tmp_path / "undisturbed", "scaffold", 8)
+    assert moved
+    undisturbed = kept(tmp_path / "undisturbed")
+    numbers = {path.stem for path in (tmp_path / "undisturbed").iterdir()}
+    assert not {"memory-00000001", "index-00000002"} & numbers
+    for calls in range(STEPS["scaffold"], 1000):
+        folder, how = tmp_path / str(calls), ("before", "torn", "after")[calls % 3]
+        process = child(train_and_die, folder, "scaffold", 8, calls, how)
+        process.join()
+        train(folder, "scaffold", 8)
+        assert kept(folder) == undisturbed, f"killed at step {calls}"
+        assert len(list(folder.glob("memory-*"))) <= len(list((tmp_path / "undisturbed").glob("memory-*"))) + 2
+        if process.exitcode == 0:
+            break
+    assert process.exitcode == 0
+    assert calls > 60
 
 
 # ------------------------------------------------------------------------------------------------- at random moments

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import fedveil as fv
+from fedveil.core import message
 from fedveil.core.clients import Reply
 from fedveil.core.message import Refused
 from fedveil.core.method import State
@@ -61,8 +62,10 @@ def test_a_folder_holds_its_ledger_and_the_last_two_checkpoints(tmp_path):
         "checkpoint-00000003.fv",
         "checkpoint-00000004.fv",
         "environment.json",
+        "index-00000002.fv",
         "ledger.jsonl",
         "lock",
+        "memory-00000001.fv",
         "recipe.toml",
     ]
     assert KEPT == 2
@@ -76,7 +79,7 @@ def test_the_folder_says_what_was_asked_for_and_where_it_ran(tmp_path):
 
 
 def packed(memory):
-    return {k: [(*e[:3], fv.core.message.pack(e[3])) for e in entries] for k, entries in memory.items()}
+    return {k: [(*e[:3], message.pack(e[3])) for e in entries] for k, entries in memory.items()}
 
 
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path):
@@ -85,10 +88,13 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path):
     memory = {7: [(1, 0, "one", ones), (3, 1, "one", zeros), (3, 1, "two", ones)], 9: [(2, 0, "two", ones)]}
     with contextlib.closing(RunFolder(tmp_path)) as folder:
         assert folder.load() is None
-        folder.save(b"this run", 3, state, memory)
+        folder.memory.update(memory)
+        folder.save(b"this run", 3, state)
+        folder.join()
         saved = folder.load()
     assert (saved.run, saved.round) == (b"this run", 3)
-    assert fv.core.message.pack(saved.state) == fv.core.message.pack(state)
+    assert message.pack(saved.state) == message.pack(state)
+    del memory[7][0]  # which no round after the third can find
     assert packed(saved.memory) == packed(memory)
 
 
@@ -114,6 +120,9 @@ def test_each_file_reaches_the_disk_before_its_name_and_the_ledger_before_the_ch
         ("replace", "ledger.jsonl"),
         ("fsync", tmp_path.name),
         ("fsync", "ledger.jsonl"),
+        ("fsync", "memory-00000001.fv"),
+        ("fsync", "index-00000002.fv"),
+        ("fsync", tmp_path.name),
         ("fsync", "checkpoint-00000001.fv.new"),
         ("replace", "checkpoint-00000001.fv"),
         ("fsync", tmp_path.name),
@@ -152,7 +161,8 @@ def test_what_several_parts_of_a_method_remember_survives_a_resume(name, tmp_pat
     with contextlib.closing(RunFolder(tmp_path / "forgetful")) as folder:
         saved = folder.load()
         folder.decided = saved.decided
-        folder.save(saved.run, 5, saved.state, {})
+        folder.save(saved.run, 5, saved.state)
+        folder.join()
     assert not torch.equal(fv.run(TASK, method, folder=tmp_path / "forgetful", **options).weights, whole.weights)
 
 
@@ -251,10 +261,10 @@ def test_every_single_damaged_byte_of_a_checkpoint_is_noticed(tmp_path):
     train(tmp_path, rounds=1)
     data = (tmp_path / "checkpoint-00000001.fv").read_bytes()
     for at in range(len(data)):
-        with pytest.raises(Refused, match="damaged"):
-            read_checkpoint(data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :])
-        with pytest.raises(Refused, match="damaged"):
-            read_checkpoint(data[:at])
+        for damaged in (data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :], data[:at]):
+            (tmp_path / "damaged.fv").write_bytes(damaged)
+            with pytest.raises(Refused, match="damaged"):
+                read_checkpoint(tmp_path / "damaged.fv")
 
 
 def test_a_checkpoint_that_cannot_be_opened_is_passed_over(tmp_path):
@@ -288,7 +298,8 @@ def test_if_every_checkpoint_is_damaged_one_sentence_says_so_and_nothing_is_over
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path):
     with contextlib.closing(RunFolder(tmp_path)) as folder:
-        folder.save(bytes(8), 1, Control(torch.ones(3)), {})
+        folder.save(bytes(8), 1, Control(torch.ones(3)))
+        folder.join()
         with pytest.raises(RunError, match=r"no checkpoint in .* can be read: .*a Control is no server's state"):
             folder.load()
 
@@ -369,6 +380,7 @@ def test_of_a_file_that_did_not_reach_the_disk_nothing_is_left(tmp_path, monkeyp
 def test_without_room_for_a_row_the_run_stops_and_can_go_on(method, undisturbed, tmp_path):
     def fill(row):
         """From the second row on, what is written to the ledger meets a full disk."""
+        folder.join()
         for fd in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{fd}") == str(tmp_path / "ledger.jsonl"):
@@ -376,8 +388,9 @@ def test_without_room_for_a_row_the_run_stops_and_can_go_on(method, undisturbed,
                     os.dup2(full, int(fd))
                     os.close(full)
 
+    folder = RunFolder(tmp_path)
     with pytest.raises(OSError, match=r"could not write .*ledger\.jsonl: No space left.*written before is kept"):
-        train(tmp_path, method, observer=fill)
+        train(folder, method, observer=fill)
     assert [p.name for p in tmp_path.glob("checkpoint*")] == ["checkpoint-00000001.fv"]
     train(tmp_path, method)
     assert kept(tmp_path) == undisturbed

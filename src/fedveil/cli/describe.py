@@ -182,7 +182,7 @@ def inspect(file: Annotated[Path, argument("FILE")], format: Shown = Format.tabl
     if not file.is_file():
         raise ValueError(f"there is no file {file}")
     try:
-        head, found = records.opened(file.read_bytes())
+        head, found = records.opened(file)
     except Refused as error:
         raise ValueError(f"{file} cannot be shown: {error}") from None
     parts = [(part, type(record).__name__, records.fields(record)) for part, record in found]

@@ -29,7 +29,7 @@ class Interrupt:
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
         if self.asked:  # run folders survive a kill at any moment; an exception would wait for the engine's threads
-            _interject(f"aborted; {self.hint} goes on from the last finished round", "\x1b[?25h")  # shows the cursor
+            _interject(f"aborted; {self.hint} goes on from the last saved round", "\x1b[?25h")  # shows the cursor
             os._exit(INTERRUPTED)
         self.asked = True
         _interject("stopping after this round; Ctrl-C again aborts at once")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,19 +10,20 @@ from torch import Tensor
 
 from fedveil.core import message
 from fedveil.core.message import KINDS, SERVER, Record, Refused, Slots
-from fedveil.runs.checkpoint import Checkpoint, read_checkpoint
+from fedveil.runs.checkpoint import Checkpoint, Snapshot, read_checkpoint
 
 
-def opened(raw: bytes) -> tuple[dict[str, Any], list[tuple[str, Record]]]:
-    """What stands on the envelope, and the records inside, each with what it is. Raises `Refused`."""
+def opened(path: Path) -> tuple[dict[str, Any], list[tuple[str, Record]]]:
+    """What stands on the envelope of a file, and the records inside, each with what it is. Raises `Refused`."""
+    raw = path.read_bytes()
     number, where = message.envelope(raw)
     if number not in KINDS:
         raise Refused("wrong kind", f"this program knows no record of kind {number}")
     head = {"kind": KINDS[number].__name__, "run": where.run.hex(), "round": where.round}
-    if number != Checkpoint.kind:
+    if number not in (Snapshot.kind, Checkpoint.kind):
         head |= {"client": "server" if where.client == SERVER else where.client, "question": where.serial}
         return head, [("record", message.unframe(raw, KINDS, len(raw))[0])]
-    saved = read_checkpoint(raw)
+    saved = read_checkpoint(path)
     memories = [
         (f"{part} of client {client}, round {round_}, question {serial}", record)
         for client, entries in saved.memory.items()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from rich.filesize import decimal
 from torch import Tensor
 
@@ -49,7 +50,9 @@ class Row(msgspec.Struct, kw_only=True):
     relation: str | None = None  # the neighbours for which this ε holds
     colluders: int | None = None  # clients without whose noise it holds, where clients share the noise of a sum
     batch_norm: str | None = None  # what happens to batch norm layers, where the model has some that are trained
-    seconds: float = 0.0
+    seconds: float = 0.0  # of the clock since the row before: training, evaluation, and waiting for the disk
+    evaluating: float = 0.0  # of these, what evaluation took
+    saving: float = 0.0  # what it took to write the checkpoint of the round before, beside this round's training
     primary: Primary | msgspec.UnsetType = msgspec.UNSET  # of `metrics`; absent where it is accuracy, or the loss alone
 
     def count_up(self, client: int, size: int) -> None:
@@ -57,6 +60,10 @@ class Row(msgspec.Struct, kw_only=True):
 
     def count_down(self, client: int, size: int) -> None:
         self.down[str(client)] = self.down.get(str(client), 0) + size
+
+    def untimed(self) -> Row:
+        """The row without its seconds, which differ between runs that are otherwise equal."""
+        return replace(self, seconds=0.0, evaluating=0.0, saving=0.0)
 
     @property
     def bytes_up(self) -> int:
@@ -154,6 +161,8 @@ class Ledger:
             "colluders": charged and charged.colluders,
             "batch_norm": self.rows[-1].batch_norm if self.rows else None,
             "seconds": sum(row.seconds for row in self.rows),
+            "evaluating": sum(row.evaluating for row in self.rows),
+            "saving": sum(row.saving for row in self.rows),
         }
 
 

@@ -73,7 +73,9 @@ class Federation:
             row.events.append(f"below quorum: {error}; the weights stay as they were")
         row.events += getattr(self.engine, "events", list)()  # an engine may have some of its own
         if number % self.evaluate_every == 0 or number == rounds:
+            trained = time.perf_counter()
             row.metrics.update(self.evaluated(state))
+            row.evaluating = time.perf_counter() - trained
             if not row.metrics:
                 row.events.append("nothing was measured: batch norm layers stay with clients that are elsewhere")
             if self.task.metrics and self.task.primary != ACCURACY:

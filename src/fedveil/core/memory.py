@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
+from torch import Tensor
 
 from fedveil.core import message
 from fedveil.core.account import Account, Price
 from fedveil.core.message import Record, Slots
+from fedveil.core.moving import mapped
 
 
 class Charge(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -43,10 +45,12 @@ class Memory:
     entry of an earlier round is kept beside those of the round in progress.
 
     What a client has spent is an entry of round 0, which is no round's: what is asked again is charged again.
+
+    entries: by client; all of them in this process's memory, or on a disk (`runs.store.Store`)
     """
 
     def __init__(self) -> None:
-        self.entries: dict[int, list[Entry]] = {}
+        self.entries: MutableMapping[int, list[Entry]] = {}
 
     def before(self, client: int, round_: int, serial: int) -> Slots:
         """What a client remembered when a question was asked for the first time."""
@@ -58,7 +62,7 @@ class Memory:
         entries = [e for e in self.entries.get(client, []) if e[:2] < (round_, serial)]
         newest = {e[2]: e for e in entries if 0 < e[0] < round_}  # the last one of each part
         kept = [e for e in entries if e[0] in (0, round_) or e is newest[e[2]]]
-        self.entries[client] = kept + [(round_, serial, part, record) for part, record in slots.items()]
+        self.entries[client] = kept + [(round_, serial, part, _own(record)) for part, record in slots.items()]
 
     def account(self, client: int) -> Spent:
         """What a client has charged."""
@@ -85,3 +89,18 @@ class Memory:
         if before := charges.get(key):
             one = replace(one, answers=before.answers + 1)
         self.open_account(client, Spent(list((charges | {key: one}).values())))
+
+
+def _own(record: Record) -> Record:
+    """The record, with a copy of each tensor that is a part of a larger one: a row would keep its whole stack alive."""
+    parts = 0
+
+    def own(tensor: Tensor) -> Tensor:
+        nonlocal parts
+        if tensor.untyped_storage().nbytes() <= tensor.nbytes:
+            return tensor
+        parts += 1
+        return tensor.clone()
+
+    copy = mapped(record, own)
+    return copy if parts else record

@@ -182,7 +182,12 @@ def pack(record: Record) -> bytes:
 
 def frame(record: Record, envelope: Envelope) -> bytes:
     """The whole frame, copied once."""
-    return b"".join([prefix(record.kind, envelope), *loose(record).parts()])
+    return b"".join(buffers(record, envelope))
+
+
+def buffers(record: Record, envelope: Envelope) -> list[Any]:
+    """The pieces of a frame, in order. Tensors on a CPU are not copied."""
+    return [prefix(record.kind, envelope), *loose(record).parts()]
 
 
 def prefix(number: int, to: Envelope) -> bytes:
@@ -311,14 +316,9 @@ def _decoded(head: bytes | memoryview, record: type[R], settle: Callable[[type, 
         if found != wanted:  # msgspec would fill a missing field with its default
             raise Refused("wrong field", f"{record.__name__} has {wanted} fields, not {found}")
         return msgspec.msgpack.decode(head, type=record, dec_hook=settle)
-    except msgspec.ValidationError as error:
-        raise Refused("wrong field", f"{record.__name__}: {_plain(error)}") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, MemoryError) as error:
-        raise Refused("malformed", f"{record.__name__}: {_plain(error)}") from None
-
-
-def _plain(error: Exception) -> str:
-    return str(error).replace("\n", " ")[:200]
+        reason = "wrong field" if isinstance(error, msgspec.ValidationError) else "malformed"
+        raise Refused(reason, f"{record.__name__}: {' '.join(str(error).split())[:200]}") from None
 
 
 def _slots(value: Any) -> Slots:

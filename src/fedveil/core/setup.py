@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
-
-import msgspec
-import torch
-from torch import Tensor
 
 from fedveil.core.account import AUTO
-from fedveil.core.message import R, Slots
 from fedveil.core.method import Method, State, require_method
 from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
@@ -74,13 +68,3 @@ def init_state(task: Task, method: Method, cohort: CohortSampler) -> State:
     for operation in method.needs:
         task.require(operation, method.name)
     return state
-
-
-def moved(record: R, device: torch.device | str) -> R:
-    """The same record with its tensors, and those of its slots, on `device`."""
-    values = {name: getattr(record, name) for name in record.__struct_fields__}
-    there: dict[str, Any] = {n: v.to(device).clone() for n, v in values.items() if isinstance(v, Tensor)}
-    for name, value in values.items():
-        if isinstance(value, Slots):
-            there[name] = Slots({part: moved(kept, device) for part, kept in value.items()})
-    return msgspec.structs.replace(record, **there)

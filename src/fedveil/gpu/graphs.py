@@ -57,7 +57,7 @@ class Captured:
             return
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # others may wait for the GPU
                 self.step()
         self._graph.replay()
 

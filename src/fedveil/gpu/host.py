@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
 LARGEST = 1 << 30  # bytes of a block that is kept
@@ -37,3 +38,32 @@ def keep_freed_memory() -> bool:
     except (AttributeError, OSError):  # another C library
         return False
     return bool(mallopt(MMAP_THRESHOLD, LARGEST) and mallopt(TRIM_THRESHOLD, KEPT))
+
+
+class HostCopies:
+    """Copies of tensors in the memory of the host, made while the GPU goes on.
+
+    A tensor on a GPU is copied to pinned memory, on a stream of its own. A tensor on a CPU is taken as it is; whoever
+    takes it must not change it.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Return a copy, which may be read after `wait`."""
+        if tensor.device.type != "cuda":
+            return tensor
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(tensor.device)
+            self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        with torch.cuda.stream(self._stream):
+            copy.copy_(tensor.detach(), non_blocking=True)
+        tensor.record_stream(self._stream)  # its memory is not used again before the copy is done
+        return copy
+
+    def wait(self) -> None:
+        """Return when every copy is complete. Any thread may call it."""
+        if self._stream is not None:
+            self._stream.synchronize()

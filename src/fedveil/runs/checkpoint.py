@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from fedveil.core.memory import Entry
 from fedveil.core.message import Container, Refused, unfold
 from fedveil.core.method import State
 from fedveil.runs.files import undigested
+from fedveil.runs.log import Index, Stored
 
 
 class RunError(ValueError):
@@ -32,14 +34,24 @@ class Remembered(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 @message.kind
+class Snapshot(Container, frozen=True):
+    """Everything a run needs to go on, but for the server's state: the frame of that is behind this one."""
+
+    run: bytes
+    round: int
+    memory: Index | None  # where the clients' memories are
+    decided: dict[str, bytes]  # what decides the run, by name: see `fingerprint`
+
+
+@message.kind
 class Checkpoint(Container, frozen=True):
-    """Everything a run needs to go on: the server's state and the clients' memories."""
+    """A checkpoint of fedveil 0.3 and before, which holds the clients' memories itself."""
 
     run: bytes
     round: int
     state: bytes
     memory: list[Remembered]
-    decided: dict[str, bytes]  # what decides the run, by name: see `fingerprint`
+    decided: dict[str, bytes]
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,7 @@ class Saved:
     run: bytes
     round: int
     state: Any
-    memory: dict[int, list[Entry]]
+    memory: Mapping[int, list[Entry]]  # read from the disk when it is looked up
     decided: dict[str, bytes] = dataclasses.field(default_factory=dict)
     damaged: tuple[str, ...] = ()  # newer checkpoints that cannot be read, and why
 
@@ -59,7 +71,7 @@ def newest(folder: Path) -> Saved | None:
     problems = list[str]()
     for path in checkpoints_in(folder):
         try:
-            return dataclasses.replace(read_checkpoint(path.read_bytes()), damaged=tuple(problems))
+            return dataclasses.replace(read_checkpoint(path), damaged=tuple(problems))
         except (Refused, OSError) as error:
             problems.append(f"{path.name} ({error})")
     if problems:
@@ -95,15 +107,28 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(folder.glob("checkpoint-*.fv"), reverse=True)
 
 
-def read_checkpoint(data: bytes) -> Saved:
-    """The contents of a checkpoint file. Raises `Refused` if it is damaged."""
-    body = undigested(data)
-    checkpoint, _ = message.unframe(body, {Checkpoint.kind: Checkpoint}, len(body))
-    assert isinstance(checkpoint, Checkpoint)
-    memory: dict[int, list[Entry]] = {}
-    for entry in checkpoint.memory:
-        memory.setdefault(entry.client, []).append((entry.round, entry.serial, entry.part, unfold(entry.frame)))
-    state = unfold(checkpoint.state)
+def read_checkpoint(path: Path) -> Saved:
+    """The contents of a checkpoint file. Raises `Refused` if it is damaged, or what it refers to in its folder."""
+    body = undigested(path.read_bytes())
+    memory: Mapping[int, list[Entry]]
+    if message.envelope(body)[0] == Checkpoint.kind:
+        old, _ = message.unframe(body, {Checkpoint.kind: Checkpoint}, len(body))
+        assert isinstance(old, Checkpoint)
+        run, round_, decided, state, memory = old.run, old.round, old.decided, unfold(old.state), _inside(old)
+    else:
+        end = message.PREFIX_BYTES + 4 + int.from_bytes(body[message.PREFIX_BYTES :][:4], "little")
+        end += -end % 8
+        new, _ = message.unframe(body[:end], {Snapshot.kind: Snapshot}, end)
+        assert isinstance(new, Snapshot)
+        run, round_, decided, state = new.run, new.round, new.decided, unfold(body[end:])
+        memory = Stored.read(path.parent, new.memory, round_)
     if not isinstance(state, State):
         raise Refused("wrong kind", f"a {type(state).__name__} is no server's state")
-    return Saved(checkpoint.run, checkpoint.round, state, memory, checkpoint.decided)
+    return Saved(run, round_, state, memory, decided)
+
+
+def _inside(old: Checkpoint) -> dict[int, list[Entry]]:
+    memory: dict[int, list[Entry]] = {}
+    for entry in old.memory:
+        memory.setdefault(entry.client, []).append((entry.round, entry.serial, entry.part, unfold(entry.frame)))
+    return memory

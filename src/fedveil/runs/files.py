@@ -7,28 +7,43 @@ import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from fedveil.core.message import Refused
 
 _DIGEST = 16
 
 
+def hasher() -> hashlib.blake2b:
+    """What makes digests of what it is updated with."""
+    return hashlib.blake2b(digest_size=_DIGEST)
+
+
+def digest(*parts: Any) -> bytes:
+    """The digest of buffers, one after the other."""
+    found = hasher()
+    for part in parts:
+        found.update(part)
+    return found.digest()
+
+
 def digested(data: bytes) -> bytes:
     """With a digest at its end, which tells whether a file is whole."""
-    return data + hashlib.blake2b(data, digest_size=_DIGEST).digest()
+    return data + digest(data)
 
 
 def undigested(data: bytes) -> bytes:
     """What was `digested`. Raises `Refused` if it is damaged."""
-    body, digest = data[:-_DIGEST], data[-_DIGEST:]
-    if hashlib.blake2b(body, digest_size=_DIGEST).digest() != digest:
+    body, told = data[:-_DIGEST], data[-_DIGEST:]
+    if digest(body) != told:
         raise Refused("damaged", "the digest at its end does not match")
     return body
 
 
-def write(path: Path, data: bytes, private: bool = False) -> None:
+def write(path: Path, *parts: Any, private: bool = False) -> None:
     """Replace a file in one step: whoever looks finds the old one or the new one, whole.
 
+    parts:   buffers that make up the file, one after the other
     private: nobody but its owner may read it
     """
     beside = path.with_name(path.name + ".new")
@@ -36,18 +51,24 @@ def write(path: Path, data: bytes, private: bool = False) -> None:
         try:
             mode = 0o600 if private else 0o666
             with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-                file.write(data)
+                for part in parts:
+                    file.write(part)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(beside, path)
         except OSError:
             beside.unlink(missing_ok=True)  # half a file would only take the room that is missing
             raise
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_names(path.parent)
+
+
+def sync_names(folder: Path) -> None:
+    """Return when the names of a folder's files are on the disk."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
-"""A run is a folder: recipe, environment, ledger.jsonl, figures and the last two checkpoints. It survives a kill at any
-moment.
+"""A run is a folder: recipe, environment, ledger.jsonl, figures, the clients' memories and the last two checkpoints. It
+survives a kill at any moment.
 
 A checkpoint is written beside its final name, fsynced and renamed; a digest at its end tells a damaged one, and then
-the one before it is used. A lock on the folder keeps a second process out.
+the one before it is used. A thread writes it while the next round is trained. A lock on the folder keeps a second
+process out.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,21 +22,16 @@ import msgspec
 from fedveil.core import message
 from fedveil.core.ledger import Ledger, Row
 from fedveil.core.memory import Entry
-from fedveil.core.message import Envelope, Record, Refused
+from fedveil.core.message import Envelope, Refused
 from fedveil.core.method import State
+from fedveil.core.moving import mapped
+from fedveil.gpu.host import HostCopies
 from fedveil.privacy import account
 from fedveil.privacy.accountant import Steps
-from fedveil.runs.checkpoint import (
-    Checkpoint,
-    Remembered,
-    RunError,
-    Saved,
-    checkpoints_in,
-    first_rows,
-    newest,
-    read_checkpoint,
-)
-from fedveil.runs.files import digested, naming_file, write
+from fedveil.runs.checkpoint import RunError, Saved, Snapshot, checkpoints_in, first_rows, newest, read_checkpoint
+from fedveil.runs.files import digest, naming_file, write
+from fedveil.runs.log import Index
+from fedveil.runs.store import Store
 
 KEPT = 2
 DEPLOYED = "deployment"  # the engine in environment.json of a run that only its app can go on with
@@ -47,12 +45,21 @@ class _Asked(msgspec.Struct, frozen=True):
 
 
 class RunFolder:
-    """The folder of one run, locked to this process while open."""
+    """The folder of one run, locked to this process while open.
+
+    decided: fingerprints of what decides the run, which a resumed one must share
+    memory:  what clients remember, of which `save` writes what has changed
+    saving:  seconds that writing the last checkpoint took
+    """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self.decided: dict[str, bytes] = {}  # fingerprints of what decides the run, which a resumed one must share
+        self.decided: dict[str, bytes] = {}
+        self.memory = Store(self.path)
+        self.saving = 0.0
         self._ledger: IO[bytes] | None = None
+        self._writer = ThreadPoolExecutor(1, "fedveil-save")
+        self._pending: Future[float] | None = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
@@ -67,6 +74,11 @@ class RunFolder:
             ) from None
 
     def close(self) -> None:
+        """Wait for the checkpoint that is being written, and give the folder back. An error of that checkpoint is lost;
+        call `join` before."""
+        with contextlib.suppress(Exception):
+            self.join()
+        self._writer.shutdown()
         if self._ledger:
             with contextlib.suppress(OSError):  # a row that could not be written was reported when it was tried
                 self._ledger.close()
@@ -110,32 +122,60 @@ class RunFolder:
             raise RunError(f"{path} does not tell who was asked in {rounds} rounds; what they cost is not known")
         return cohorts
 
-    def save(self, run: bytes, round_: int, state: Record, memory: dict[int, list[Entry]]) -> None:
-        """Write the checkpoint of a round; the ledger's row of that round reaches the disk before it."""
+    def save(self, run: bytes, round_: int, state: State, best: State | None = None) -> None:
+        """Begin to write the checkpoint of a round and what has changed in `memory`, and return; `join` waits for it.
+        The ledger's row of that round reaches the disk before it.
+
+        best: the state to be kept as the best so far, if this round has it
+        """
+        self.join()
+        copies = HostCopies()
+        here, handed = mapped(state, copies.take), self.memory.hand_over(copies)
+        found = mapped(best, copies.take) if best else None
+        self._pending = self._writer.submit(self._save, run, round_, here, handed, found, copies)
+
+    def join(self) -> None:
+        """Return when the checkpoint that `save` began is on the disk. Raises what went wrong."""
+        pending, self._pending = self._pending, None
+        if pending:
+            self.saving = pending.result()
+
+    def _save(
+        self,
+        run: bytes,
+        round_: int,
+        state: State,
+        handed: dict[int, list[Entry]],
+        best: State | None,
+        copies: HostCopies,
+    ) -> float:
+        began = time.perf_counter()
         if self._ledger:
             with naming_file(Path(self._ledger.name)):
                 os.fsync(self._ledger.fileno())
-        entries = [
-            Remembered(client, r, s, part, message.frame(record, Envelope(run, r, client, s)))
-            for client, kept in memory.items()
-            for r, s, part, record in kept
-        ]
-        data = message.frame(
-            Checkpoint(run, round_, message.frame(state, Envelope(run, round_)), entries, self.decided),
-            Envelope(run, round_),
-        )
-        write(self._checkpoint(round_), digested(data))
+        copies.wait()
+        if best:
+            self.keep_best(run, round_, best)
+        self._write(self._checkpoint(round_), run, round_, state, self.memory.write(run, handed), self.decided)
         for old in self.checkpoints()[KEPT:]:
             old.unlink()
+        self.memory.tidy()
         first = _round(self.checkpoints()[-1])  # from where a run may have to go on
         for old in [path for path in bests_in(self.path) if _round(path) <= first][1:]:
             old.unlink()
+        return time.perf_counter() - began
 
     def keep_best(self, run: bytes, round_: int, state: State) -> None:
         """Write the best state so far, before the checkpoint of its round."""
-        frame = message.frame(state, Envelope(run, round_))
-        data = message.frame(Checkpoint(run, round_, frame, [], {}), Envelope(run, round_))
-        write(self.path / f"best-{round_:08d}.fv", digested(data))
+        self._write(self.path / f"best-{round_:08d}.fv", run, round_, state, None, {})
+
+    @staticmethod
+    def _write(
+        path: Path, run: bytes, round_: int, state: State, memory: Index | None, decided: dict[str, bytes]
+    ) -> None:
+        where = Envelope(run, round_)
+        parts = message.buffers(Snapshot(run, round_, memory, decided), where) + message.buffers(state, where)
+        write(path, *parts, digest(*parts))
 
     def best(self, round_: int) -> State | None:
         """The state that was the best in this round; None where the file is gone or damaged. Later ones, of rounds that
@@ -143,7 +183,7 @@ class RunFolder:
         for later in [path for path in bests_in(self.path) if _round(path) > round_]:
             later.unlink()
         try:
-            state: State = read_checkpoint((self.path / f"best-{round_:08d}.fv").read_bytes()).state
+            state: State = read_checkpoint(self.path / f"best-{round_:08d}.fv").state
         except (Refused, OSError):
             return None
         return state

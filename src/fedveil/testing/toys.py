@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -100,7 +99,7 @@ def trial(
     except Exception as error:
         told = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise AssertionError(f"{label(method)}: a run on a toy task failed with {told}; fix the method") from error
-    rows = [msgspec.structs.replace(row, seconds=0) for row in result.ledger.rows]
+    rows = [row.untimed() for row in result.ledger.rows]
     return Trial(result.weights, rows, used)
 
 
