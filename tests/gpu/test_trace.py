@@ -64,7 +64,7 @@ SLOW = [name for name in KINDS if name.startswith("ResNet") and "group" not in n
 def test_every_kind_of_model_has_the_gradient_of_the_eager_step(name: str, clients: int) -> None:
     function, given = gradient_of(task_of(name))
     program = trace.program(function, *given(clients, 0))
-    assert program is not function
+    assert (program is function) == (name == "GRU")  # which writes in place
     for seed in range(3):
         batch = given(clients, seed)
         assert same(program(*batch), function(*batch))
@@ -89,7 +89,7 @@ class Branches(nn.Module):
         lambda x: (x[x > 0],),
         lambda x: (x + torch.rand_like(x),),
         lambda x: (x.clone().relu_(),),
-        lambda x: (x.numpy() and x,),
+        lambda x: (torch.from_numpy(x.numpy() * 2),),
     ],
 )
 def test_what_may_differ_from_call_to_call_is_not_traced(function: Callable[..., tuple[Tensor, ...]]) -> None:
@@ -200,10 +200,14 @@ def test_pools_of_all_settings_are_traced(
         assert same(program(given), pooled(given))
 
 
+def divided_by(divisor: int, x: Tensor) -> tuple[Tensor, ...]:
+    return (F.avg_pool2d(x, 2, divisor_override=divisor),)
+
+
 def test_other_divisors_and_dilations_stay_with_the_kernels() -> None:
     x = torch.randn(2, 3, 8, 8)
     for divisor in (1, 3):
-        divided = operators(lambda x, divisor=divisor: (F.avg_pool2d(x, 2, divisor_override=divisor),), x)
+        divided = operators(partial(divided_by, divisor), x)
         assert divided == [aten.avg_pool2d.default]
     assert trace.max_tiles not in operators(lambda x: (F.max_pool2d(x, 2, dilation=2),), x)
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 Function = Callable[..., tuple[Tensor, ...]]
 Place = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and offset of a tensor in its storage
@@ -55,7 +56,7 @@ def program(function: Function, *tensors: Tensor) -> Function:
     try:
         with _one_at_a_time:
             operations = make_fx(partial(function), tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
-        if any(_impure(node.target) for node in operations.graph.nodes):
+        if any(_impure(node.target) or _dynamic(node) for node in operations.graph.nodes):
             return function
         simplify(operations)
         run: Function = torch.no_grad()(operations.forward)
@@ -81,6 +82,13 @@ def _impure(target: Any) -> bool:
     """Return whether an operator writes into its arguments or draws random numbers."""
     schema, tags = getattr(target, "_schema", None), getattr(target, "tags", ())
     return bool(schema and schema.is_mutable) or torch.Tag.nondeterministic_seeded in tags
+
+
+def _dynamic(node: Node) -> bool:
+    """Return whether a result or its shape is a number that depends on the values of the tensors."""
+    values = tree_leaves(node.meta.get("val"))
+    sizes = [size for value in values for size in (value.shape if isinstance(value, Tensor) else (value,))]
+    return any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes)
 
 
 def _identical(a: Tensor, b: Tensor) -> bool:
