@@ -579,8 +579,7 @@ def test_an_exceptions_words_stay_with_a_deployed_client(tmp_path, caplog):
     [
         (["--ray-address", "127.0.0.1:1"], "--ray-address is where Flower's simulation runs; add --engine flower"),
         (["--engine", "flower", "--stack", "2"], "leave out --stack/--workers"),
-        (["--engine", "flower", "--compile"], "--compile makes kernels for a GPU and the local engine; leave it out"),
-        (["--device", "cpu", "--compile"], "--compile makes kernels for a GPU and the local engine; leave it out"),
+        (["--engine", "flower", "--compile"], "--compile is for the local engine; leave it out"),
         (["--engine", "flower", "--workers", "2", "--ray-address", "127.0.0.1:1"], "leave out --stack/--workers"),
         (["--engine", "flower", "--ray-address", "127.0.0.1:1"], "there is no Ray at 127.0.0.1:1; start one"),
         (["--engine", "flower", "--ray-address", "there"], "the Ray address is 'there'; it is HOST:PORT"),

@@ -1,8 +1,11 @@
 """Traces of steps on a CPU give what the steps give, bit for bit."""
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -289,3 +292,38 @@ def test_runs_end_with_the_same_weights_and_the_same_ledger(
     assert all(made)
     assert torch.equal(traced.weights, eager.weights)
     assert [row.metrics for row in traced.ledger.rows] == [row.metrics for row in eager.ledger.rows]
+
+
+def test_workers_wait_for_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that went on without it would round differently, and not in every run."""
+    made: list[int] = []
+
+    def compiled(function: trace.Function, *tensors: Tensor) -> trace.Function:
+        time.sleep(0.05)
+        made.append(len(tensors))
+        return lambda x: (x + 1,)
+
+    monkeypatch.setattr(graphs, "compiled", compiled)
+    fused = Fused("step", lambda x: (x,))
+
+    def call(_: int) -> float:
+        with using(compile=True):
+            return float(fused(torch.zeros(1))[0])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(call, range(8))) == [1.0] * 8
+    assert made == [1]
+
+
+@pytest.mark.slow  # it runs a C++ compiler
+def test_a_gradient_can_be_compiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    task = task_of("MLP with dropout")
+    function, given = gradient_of(task)
+    fused = Fused("train gradient", function)
+    with using(compile=True):
+        found = fused(*given(3, 0))
+    for a, b in zip(found, function(*given(3, 0)), strict=True):
+        torch.testing.assert_close(a, b)
+    (program,) = fused._programs.values()
+    assert program is not function

@@ -23,6 +23,7 @@ OFTEN = 0.5  # seconds between two calls, or less
 CALLS, SECONDS = 100, 1.0  # of a function for some shapes before it is traced, which takes about a second
 QUEUED = 16  # replays before the first: it waits for the GPU, and a short schedule should not
 
+_one_at_a_time = threading.Lock()  # a tracer patches modules
 _here = threading.local()  # whether a compiler looks on in this thread
 
 
@@ -114,9 +115,11 @@ class Fused:
             return self._function(*tensors)
         if not here.compile:
             return self._warm_up(key, *tensors)
-        if here.announcer:
-            here.announcer(f"compiling {self._name}, up to a minute")
-        self._programs[key] = compiled(self._function, *tensors)
+        with _one_at_a_time:  # threads wait: without the program they would round differently
+            if key not in self._programs:
+                if here.announcer:
+                    here.announcer(f"compiling {self._name}, up to a minute")
+                self._programs[key] = compiled(self._function, *tensors)
         return self._programs[key](*tensors)
 
     def _warm_up(self, key: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -127,7 +130,8 @@ class Fused:
         calls, seconds = self._spent[key] = calls + 1, seconds + time.perf_counter() - began
         if calls >= CALLS and seconds >= SECONDS:
             self._programs[key] = self._function  # for other threads, in the meantime
-            self._programs[key] = trace.program(self._function, *tensors)
+            with _one_at_a_time:
+                self._programs[key] = trace.program(self._function, *tensors)
         return result
 
 
