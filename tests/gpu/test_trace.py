@@ -114,7 +114,9 @@ def test_no_result_is_an_argument_that_the_caller_may_overwrite() -> None:
         return x.clone(), (2 * x).clone()
 
     x = torch.ones(3)
-    first, _ = trace.program(copied, x)(x)
+    program = trace.program(copied, x)
+    assert program is not copied
+    first, _ = program(x)
     first.add_(1)
     assert x.tolist() == [1, 1, 1]
 
