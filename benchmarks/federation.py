@@ -69,7 +69,7 @@ class Loop:
 
 def digits() -> dict[str, float]:
     """digits CNN, batch 10: dispatch-bound, so stacking pays (goal: at most 0.5 of the loop)."""
-    return _race(fv.load("digits"), "digits-cnn", batch=10, lr=0.3, turns=40, learn=60)
+    return _race(fv.load("digits"), "digits-cnn", batch=10, lr=0.3, turns=40, learn=250)
 
 
 def lenet5() -> dict[str, float]:

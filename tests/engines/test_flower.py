@@ -172,7 +172,11 @@ def test_a_simulation_holds_what_the_clients_of_a_round_keep_and_of_no_others():
     engine = Flower(Nodes(client_app(made(task, method)), range(3)), 600.0, poll=0.001, simulated=True)
     held = []
     result = fv.run(
-        task, method, engine=engine, observer=lambda row: held.append((row.cohort, list(engine._carried._frames))), **options
+        task,
+        method,
+        engine=engine,
+        observer=lambda row: held.append((row.cohort, list(engine._carried._frames))),
+        **options,
     )
     assert all(cohort == kept for cohort, kept in held)
     assert len({cohort[0] for cohort, _ in held}) > 1
@@ -591,8 +595,7 @@ def test_an_exceptions_words_stay_with_a_deployed_client(tmp_path, caplog):
     [
         (["--ray-address", "127.0.0.1:1"], "--ray-address is for engines that run on Ray; add --engine ray or"),
         (["--engine", "flower", "--stack", "2"], "leave out --stack/--workers"),
-        (["--engine", "flower", "--compile"], "--compile makes kernels for a GPU and the local engine; leave it out"),
-        (["--device", "cpu", "--compile"], "--compile makes kernels for a GPU and the local engine; leave it out"),
+        (["--engine", "flower", "--compile"], "--compile is for the local engine; leave it out"),
         (["--engine", "flower", "--workers", "2", "--ray-address", "127.0.0.1:1"], "leave out --stack/--workers"),
         (["--engine", "flower", "--ray-address", "127.0.0.1:1"], "there is no Ray at 127.0.0.1:1; start one"),
         (["--engine", "flower", "--ray-address", "there"], "the Ray address is 'there'; it is HOST:PORT"),

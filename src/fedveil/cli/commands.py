@@ -31,6 +31,7 @@ from fedveil.cli.options import (
     Shown,
     Stack,
     Version,
+    Wire,
     Workers,
     argument,
     option,
@@ -89,6 +90,7 @@ def run(
     engine: Engine = Kind.local,
     ray_address: Ray = None,
     compile: Compile = False,
+    wire: Wire = None,
     debug: Debug = False,
     insecure_test_noise: Noise = False,
     format: Shown = Format.table,
@@ -106,7 +108,7 @@ def run(
     path = folder or _fresh(_name(source))
     if holds_run(path):
         raise ValueError(f"{path} already holds a run; 'fedveil resume {path}' continues it, or choose another --out")
-    where = choose(data_dir, device, stack, workers, engine, ray_address, debug, insecure_test_noise, compile)
+    where = choose(data_dir, device, stack, workers, engine, ray_address, debug, insecure_test_noise, compile, wire)
     job = Job.new(path, plan, where)
     _finish(job, fetch, format)
 
@@ -186,6 +188,7 @@ def compare(
     engine: Engine = Kind.local,
     ray_address: Ray = None,
     compile: Compile = False,
+    wire: Wire = None,
     debug: Debug = False,
     insecure_test_noise: Noise = False,
     format: Shown = Format.table,
@@ -201,7 +204,7 @@ def compare(
     from fedveil.runs import recipe
 
     home, chosen = folder or _fresh("compare"), sources or DEMO
-    where = choose(data_dir, device, stack, workers, engine, ray_address, debug, insecure_test_noise, compile)
+    where = choose(data_dir, device, stack, workers, engine, ray_address, debug, insecure_test_noise, compile, wire)
     plans = {home / _name(source): recipe.read(source, changes or ()) for source in chosen}
     if len(plans) < len(chosen):
         raise ValueError("two of the recipes have one name and would share a folder; name each once")

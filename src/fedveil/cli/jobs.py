@@ -54,6 +54,7 @@ def choose(
     debug: bool,
     noise: bool,
     compile: bool,
+    wire: str | None,
 ) -> Where:
     if engine == "local" and ray_address is not None:
         raise ValueError("--ray-address is for engines that run on Ray; add --engine ray or --engine flower")
@@ -67,13 +68,28 @@ def choose(
                 "a Flower node is one client and a Ray cluster has its own size; leave out --stack/--workers"
             )
     device = recipe.pick_device(device)
-    if compile and (engine != "local" or device != "cuda"):
-        raise ValueError("--compile makes kernels for a GPU and the local engine; leave it out")
+    if compile and engine != "local":
+        raise ValueError("--compile is for the local engine; leave it out")
+    if wire == "memory" and engine != "local":
+        raise ValueError("--wire memory is for the local engine, whose clients are in this process; leave it out")
     if noise:
         say("warning: the private randomness is fixed, so noise protects nobody in this run")
     directory = str(data_directory(folder).absolute())
     threads, modules = torch.get_num_threads(), list(imported) or None
-    return Where(directory, device, stack, workers, threads, debug, noise, str(engine), ray_address, compile, modules)
+    return Where(
+        directory,
+        device,
+        stack,
+        workers,
+        threads,
+        debug,
+        noise,
+        str(engine),
+        ray_address,
+        compile,
+        modules,
+        str(wire) if wire else None,
+    )
 
 
 @dataclass
@@ -218,7 +234,7 @@ class Job:
         if where.engine == "ray":
             engine: LocalEngine = RayEngine(where.ray_address, where.workers, where.stack, logs=where.debug, tell=say)
         else:
-            engine = LocalEngine(where.stack, where.workers, where.debug, where.compile)
+            engine = LocalEngine(where.stack, where.workers, where.debug, where.compile, where.wire or "memory")
         self.environment = {**self.environment, "workers": engine.lanes(task)}  # a resume elsewhere needs as many
         return closing(engine)
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 Format = StrEnum("Format", ["table", "json"])
+Between = StrEnum("Between", ["memory", "bytes"])
 Kind = StrEnum("Kind", ["local", "flower", "ray"])
 What = StrEnum("What", ["methods", "codecs", "models", "data", "losses", "metrics", "recipes"])
 
@@ -39,7 +40,8 @@ Workers = Annotated[int | None, option("--workers", "N|auto", "Stacks trained in
 Engine = Annotated[Kind, option("--engine", "local|flower|ray", "This process, Flower's simulation, or Ray.")]
 Ray = Annotated[str | None, option("--ray-address", "HOST:PORT", "With flower or ray: use this Ray cluster.")]
 Debug = Annotated[bool, option("--debug", None, "Train one client at a time; stop at a failure.")]
-Compile = Annotated[bool, option("--compile", None, "Compile heavy steps on a GPU; slow at first.")]
+Wire = Annotated[Between | None, option("--wire", "memory|bytes", "Hand messages over in memory, or as bytes.")]
+Compile = Annotated[bool, option("--compile", None, "Compile heavy steps; slow at first.")]
 Noise = Annotated[bool, option("--insecure-test-noise", None, "Fix the private randomness; for tests only.")]
 Version = Annotated[bool, option("--version", None, "Print the version.")]
 IMPORT, IMPORTS = "--import", "Import this module first; may be repeated."

@@ -49,7 +49,7 @@ class LocalEngine:
     stack:   clients trained as one; None lets the engine choose by device and model, fewer if memory runs out
     workers: stacks trained beside each other, each on one thread; None lets the engine choose
     debug:   one client at a time, and the first failure ends the run with its client, question and shapes
-    compile: on a GPU, compile the heaviest steps (see graphs.Fused): up to a minute each at first, then faster
+    compile: compile the heaviest steps (see graphs.Fused): up to a minute each at first, then faster; pays on a GPU
     wire:    "memory" hands records over as they are, "bytes" encodes and reads every message as if it travelled; both
              have the same results and count the same bytes
     """

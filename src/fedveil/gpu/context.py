@@ -22,8 +22,8 @@ Observer = Callable[[int, int], None]  # called with the steps done and the step
 class Context:
     """What holds for every step that is launched within a `using` block.
 
-    capture:   on a GPU, capture steps as graphs and replay them; without it a benchmark runs them eagerly
-    compile:   on a GPU, compile what is `Fused`
+    capture:   record steps and replay them, as graphs on a GPU and as operators on a CPU; without it they run eagerly
+    compile:   compile what is `Fused`
     kernels:   use the library's own kernels; without them products of windows and PyTorch's group norm stand in
     observer:  told of the steps of every loop, from the threads that train
     announcer: told what is about to take long and has no steps

@@ -14,13 +14,16 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from fedveil.gpu import trace
 from fedveil.gpu.context import Observer, current
 
 PROGRAMS = 8  # of one step, each for its shapes; with more shapes than that compiling would never end
 WARM_UP = 3  # real steps run before the capture, so that libraries have chosen their kernels and buffers
 OFTEN = 0.5  # seconds between two calls, or less
+CALLS, SECONDS = 100, 1.0  # of a function for some shapes before it is traced, which takes about a second
 QUEUED = 16  # replays before the first: it waits for the GPU, and a short schedule should not
 
+_one_at_a_time = threading.Lock()  # a tracer patches modules
 _here = threading.local()  # whether a compiler looks on in this thread
 
 
@@ -106,29 +109,52 @@ def repeat(
 
 
 class Fused:
-    """A function of tensors that gives tensors. Compiled, on a GPU, its elementwise work becomes few kernels.
+    """A function of tensors that gives tensors, and that is called often.
 
-    What is compiled is every operation that the function did once, those of derivatives included, so what it does may
-    depend on shapes and not on values; there is a program for each of the first `PROGRAMS` sets of shapes. Making one
-    takes up to a minute.
+    On a CPU, once calls for some shapes have taken a while, a trace of their operators takes the place of the function
+    (see `trace.program`). It gives the same result, bit for bit.
+
+    Compiled, elementwise work becomes few kernels, which round differently. Every operation that the function did once
+    is compiled, those of derivatives included. So the operations may depend on shapes and not on values. Compiling
+    takes up to a minute. There is a program for each of the first `PROGRAMS` sets of shapes.
     """
 
     def __init__(self, name: str, function: Callable[..., tuple[Tensor, ...]]) -> None:
         self._name, self._function = name, function
         self._programs: dict[tuple[Any, ...], Callable[..., tuple[Tensor, ...]]] = {}
+        self._spent: dict[tuple[Any, ...], tuple[int, float]] = {}  # calls before a trace, and seconds
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         here = current()
-        if not (here.compile and tensors[0].is_cuda):
+        traceable = here.capture and tensors[0].device.type == "cpu" and not any(t.requires_grad for t in tensors)
+        if not (here.compile or traceable):
             return self._function(*tensors)
-        shapes = tuple((t.shape, t.stride(), t.dtype) for t in tensors)
-        if shapes not in self._programs:
-            if len(self._programs) == PROGRAMS:
-                return self._function(*tensors)
-            if here.announcer:
-                here.announcer(f"compiling {self._name}, up to a minute")
-            self._programs[shapes] = compiled(self._function, *tensors)
-        return self._programs[shapes](*tensors)
+        shapes = ((t.shape, t.stride(), t.dtype) for t in tensors)
+        key = (here.compile, *shapes, *(() if here.compile else map(Tensor.storage_offset, tensors)))
+        if key in self._programs:
+            return self._programs[key](*tensors)
+        if len(self._programs) == PROGRAMS:
+            return self._function(*tensors)
+        if not here.compile:
+            return self._warm_up(key, *tensors)
+        with _one_at_a_time:  # threads wait: without the program they would round differently
+            if key not in self._programs:
+                if here.announcer:
+                    here.announcer(f"compiling {self._name}, up to a minute")
+                self._programs[key] = compiled(self._function, *tensors)
+        return self._programs[key](*tensors)
+
+    def _warm_up(self, key: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Call the function. Trace it if it is called often and its calls have taken as long as a trace would."""
+        began = time.perf_counter()
+        result = self._function(*tensors)
+        calls, seconds = self._spent.get(key, (0, 0.0))
+        calls, seconds = self._spent[key] = calls + 1, seconds + time.perf_counter() - began
+        if calls >= CALLS and seconds >= SECONDS:
+            self._programs[key] = self._function  # for other threads, in the meantime
+            with _one_at_a_time:
+                self._programs[key] = trace.program(self._function, *tensors)
+        return result
 
 
 def compiled(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> Callable[..., tuple[Tensor, ...]]:

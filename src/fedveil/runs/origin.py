@@ -35,6 +35,7 @@ class Where(msgspec.Struct, frozen=True):
     ray_address: str | None = None
     compile: bool = False
     imports: list[str] | None = None  # modules of --import
+    wire: str | None = None
 
 
 def describe(home: RunFolder, task: Task, where: Where, why: str, settings: dict[str, Any]) -> None:
