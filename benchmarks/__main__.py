@@ -18,6 +18,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, float]]] = {
     "clients": federation.many_clients,
     "messages": messages.million_floats,
     "fedsynth": encoding.fedsynth,
+    "tofu": encoding.tofu,
     "fedage": fedage.fedage,
     "fedlap": surrogates.fifty,
     "fedlap-10": surrogates.ten,
