@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,7 @@ def fedsynth() -> dict[str, float]:
     codec = FedSynthCodec() if gpu else FedSynthCodec(batches=3, epochs=1, fits=20)
     task, updates = cohort(name, shape, 10, records)
     with one_thread():
-        together = _seconds(codec, task, updates, range(10))
+        together = _seconds(codec, task, updates)
         one = replace(codec, fits=8) if gpu else codec
         with using(capture=False):
             alone = sum(_seconds(one, task, updates[k : k + 1], [k]) for k in range(2)) * 5 * codec.fits / one.fits
@@ -53,9 +54,9 @@ def _tofu(name: str, shape: tuple[int, ...], clients: int, steps: int) -> dict[s
     codec = TofuCodec(steps=steps)
     task, updates = cohort(name, shape, clients, 64)
     with one_thread():
-        up, down = (_step(codec, task, updates[:rows], range(rows)) for rows in (clients, 1))
+        up, down = (_step(codec, task, updates[:rows]) for rows in (clients, 1))
         with using(capture=False):
-            alone = clients * _step(replace(codec, steps=6), task, updates[:1], range(1))
+            alone = clients * _step(replace(codec, steps=6), task, updates[:1])
     return {
         f"{name}: weights": task.layout.size,
         f"{name}: {clients} clients in one stack, milliseconds a step": up * 1e3,
@@ -66,10 +67,10 @@ def _tofu(name: str, shape: tuple[int, ...], clients: int, steps: int) -> dict[s
     }
 
 
-def _step(codec: TofuCodec, task: fv.Task, updates: Tensor, clients: range) -> float:
+def _step(codec: TofuCodec, task: fv.Task, updates: Tensor) -> float:
     """Seconds a step, without the start of a fit."""
     short = replace(codec, steps=max(1, codec.steps // 3))
-    few, many = (_seconds(one, task, updates, clients) for one in (short, codec))
+    few, many = (_seconds(one, task, updates) for one in (short, codec))
     return (many - few) / (codec.steps - short.steps)
 
 
@@ -85,14 +86,18 @@ def cohort(name: str, shape: tuple[int, ...], clients: int, records: int) -> tup
     return task, 0.01 * torch.randn(clients, task.layout.size, generator=draw).to(task.device)
 
 
-def _seconds(codec: Codec[Any], task: fv.Task, updates: Tensor, clients: range | list[int]) -> float:
-    seeds = [fv.Seed.root(k) for k in clients]
-    taken = []
+def encode(codec: Codec[Any], task: fv.Task, updates: Tensor, clients: Sequence[int] = ()) -> None:
+    """Encode updates [C, d] of these clients, by default of the first C."""
+    own = tuple(clients) or tuple(range(len(updates)))
+    stack = ClientStack(task, own, 1, fv.Seed.root(0), fv.Seed.root(0), [], [])
+    codec.encode(task, task.initial.expand(len(own), -1), updates, [fv.Seed.root(k) for k in own], stack)
+
+
+def _seconds(codec: Codec[Any], task: fv.Task, updates: Tensor, clients: Sequence[int] = ()) -> float:
     for _ in range(2):  # the first call warms up
-        stack = ClientStack(task, tuple(clients), 1, fv.Seed.root(0), fv.Seed.root(0), [], [])
         began = time.perf_counter()
-        codec.encode(task, task.initial.expand(len(updates), -1), updates, seeds, stack)
+        encode(codec, task, updates, clients)
         if task.device.type == "cuda":
             torch.cuda.synchronize()
-        taken.append(time.perf_counter() - began)
-    return taken[-1]
+        taken = time.perf_counter() - began
+    return taken
