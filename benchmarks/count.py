@@ -37,6 +37,7 @@ WINDOWS = "fedveil::shown"  # pictures laid out once more
 LIGHT = {"fedveil::folded"}  # of this library's kernels those that could be part of another
 OWN: Mapping[str, Callable[..., int]] = {
     "fedveil::parts": lambda y, x, out: 2 * y.numel() * x.shape[-2],
+    "fedveil::correlated": lambda y, x, window, out: 2 * y.numel() * out.shape[-1],
     "fedveil::convolved": lambda x, weight, bias, window, out: 2 * out.numel() * weight.shape[-1],
 }  # operations of kernels that multiply
 

@@ -123,7 +123,8 @@ def test_steps_with_factors_are_the_same_steps(shared):
     labels = normal(SEEDS, "y", (2, 2, 3), cpu).double().softmax(-1).detach().requires_grad_()
     steps = (0.1 + 0.05 * normal(SEEDS, "eta", (4,), cpu).double()).requires_grad_()
     factored = Factored.of(task, w, rows=8)
-    assert factored and factored.names
+    assert factored is not None
+    assert factored.names
     ours, plain = (codec.induced(task, w, images, labels, steps, None, True, f) for f in (factored, None))
     torch.testing.assert_close(ours, plain)
     ahead = normal(SEEDS, "ahead", (task.layout.size,), cpu).double()

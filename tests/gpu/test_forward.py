@@ -79,11 +79,11 @@ def test_a_convolution_that_is_differentiated_is_left_alone(launched):
     assert len(launched.convolve) == 1
 
 
-def test_single_precision_convolutions_stay_products(launched, monkeypatch):
+def test_double_precision_convolutions_stay_products(launched, monkeypatch):
     calls = []
     monkeypatch.setattr(products, "product", lambda *a, own=products.product: calls.append(1) or own(*a))
     with torch.no_grad(), Products():
-        conv(torch.randn(6, 3, 3, 3), torch.randn(2, 3, 8, 8))
+        conv(torch.randn(6, 3, 3, 3).double(), torch.randn(2, 3, 8, 8).double())
     assert calls
     assert not launched.convolve
 

@@ -1,7 +1,7 @@
 """Training steps that hold the change of a large linear layer as two thin matrices.
 
-The gradient by the weights [O, I] of a linear layer is Yᵀ X, with the layer's inputs X [n, I] and the gradients Y [n, O]
-by its outputs. A few steps on small batches therefore change the weights by Aᵀ B with as many rows as there were
+The gradient by the weights [O, I] of a linear layer is Yᵀ X, with the layer's inputs X [n, I] and the gradients Y
+[n, O] by its outputs. A few steps on small batches therefore change the weights by Aᵀ B with as many rows as there were
 records, and nothing as large as the layer has to be written, stored for a derivative or read again.
 """
 
