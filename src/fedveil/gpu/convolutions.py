@@ -18,13 +18,14 @@ from torch.library import custom_op
 from fedveil.gpu import forward
 from fedveil.gpu.windows import Window, kernels
 
-CHANNELS = 1  # at least
+CHANNELS = 16  # at least: the windows of fewer are small, and a kernel multiplies 16 at a time
 DEPTH = 32  # places that a program reads at a time
 
 
 def usable(x: Tensor, weight: Tensor, window: Window) -> bool:
     """Whether there are kernels for pictures [B, I, H, W] and weights [O, I, kh, kw]."""
-    plain = x.dtype == weight.dtype == torch.float32 and x.shape[1] == weight.shape[1] >= CHANNELS
+    outputs, channels = weight.shape[:2]
+    plain = x.dtype == weight.dtype == torch.float32 and x.shape[1] == channels and min(outputs, channels) >= CHANNELS
     inside = window.ph < window.kh and window.pw < window.kw and min(window.over(*x.shape[2:])) > 0
     wide = plain and not torch.is_autocast_enabled(x.device.type)
     return wide and inside and window.sh == window.sw == 1 and forward.available(x)
