@@ -18,7 +18,7 @@ from torch.library import custom_op
 from fedveil.gpu import forward
 from fedveil.gpu.windows import Window, kernels
 
-CHANNELS = 16  # at least: the windows of fewer are small, and a kernel multiplies 16 at a time
+CHANNELS = 4  # in and out, at least: the windows of fewer are small, and a kernel multiplies 16 at a time
 DEPTH = 32  # places that a program reads at a time
 
 
@@ -27,8 +27,8 @@ def usable(x: Tensor, weight: Tensor, window: Window) -> bool:
     outputs, channels = weight.shape[:2]
     plain = x.dtype == weight.dtype == torch.float32 and x.shape[1] == channels and min(outputs, channels) >= CHANNELS
     inside = window.ph < window.kh and window.pw < window.kw and min(window.over(*x.shape[2:])) > 0
-    wide = plain and not torch.is_autocast_enabled(x.device.type)
-    return wide and inside and window.sh == window.sw == 1 and forward.available(x)
+    fast = torch.get_float32_matmul_precision() != "highest" and not torch.is_autocast_enabled(x.device.type)
+    return plain and inside and fast and window.sh == window.sw == 1 and forward.available(x)
 
 
 def conv2d(x: Tensor, weight: Tensor, window: Window) -> Tensor:

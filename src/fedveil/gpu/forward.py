@@ -19,7 +19,7 @@ from fedveil.gpu.context import current
 from fedveil.gpu.graphs import traced
 from fedveil.gpu.windows import Window, kernels
 
-PRECISIONS = (torch.float16, torch.float32)  # of convolutions
+PRECISION = torch.float16  # of convolutions; in float32 products of windows are as fast or faster
 PLACES = 128  # a program of a convolution
 WORDS = 1024  # a program that draws
 DEPTH = 128  # bytes of channels it reads at a time, at most

@@ -119,7 +119,7 @@ def conv2d(
         with torch._C.DisableTorchFunction():
             return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
     window = Window(kh, kw, sh, sw, *_pair(padding))
-    if forward.usable(x) and x.dtype == weight.dtype in forward.PRECISIONS and x.shape[1] == weight.shape[1]:
+    if forward.usable(x) and x.dtype == weight.dtype == forward.PRECISION and x.shape[1] == weight.shape[1]:
         return forward.conv2d(x, weight, bias, window)
     if convolutions.usable(x, weight, window):
         result = convolutions.conv2d(x, weight, window)
