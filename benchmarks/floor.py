@@ -53,7 +53,7 @@ def measure(inner: Inner) -> dict[str, float]:
                     inner.run(steps)
                 counted.append(counter)
         taken = []
-        for _ in range(4):  # the first warms up
+        for _ in range(3):  # the first warms up
             few, many = (_seconds(partial(inner.run, steps)) for steps in (inner.few, inner.many))
             taken.append((many - few) / (inner.many - inner.few))
     figures = {key: inner.times * value for key, value in difference(*counted[::-1], bandwidth, speed).items()}
@@ -137,7 +137,7 @@ def tofu_vgg13() -> Inner:
 
 
 def fedlap(images: int = 50) -> Inner:
-    """A round of FedLAP with 50 images a class, 5 clients; on a GPU compiled."""
+    """A round of FedLAP, 5 clients, with 50 images a class unless its name says 10; on a GPU compiled."""
     task = surrogates.made(400) if GPU else surrogates.made(200, small=True)
     method, parts = FedLap(images=images, passes=1), 20 if GPU else 10
     clients, widths = [tuple(range(surrogates.CLIENTS))], (2, 5) if GPU else (1, 2)
