@@ -1,14 +1,19 @@
-"""`python -m benchmarks [NAME…] [-o FILE]`: every figure is a ratio of two things timed in turns in this process."""
+"""`python -m benchmarks [--floor] [NAME…] [-o FILE]`: ratios of two things timed in turns in this process.
+
+With `--floor`, inner loops against the time that their bytes and operations take at the device's measured peak.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks import encoding, fedage, federation, flower, messages, probes, secagg, surrogates
+from benchmarks.floor import FLOORS, measure
 from fedveil.gpu.context import using
 from fedveil.runs.fingerprint import environment
 
@@ -18,6 +23,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, float]]] = {
     "clients": federation.many_clients,
     "messages": messages.million_floats,
     "fedsynth": encoding.fedsynth,
+    "tofu": encoding.tofu,
     "fedage": fedage.fedage,
     "fedlap": surrogates.fifty,
     "fedlap-10": surrogates.ten,
@@ -34,20 +40,25 @@ BENCHMARKS: dict[str, Callable[[], dict[str, float]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which of {', '.join(BENCHMARKS)} (default: all)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = f"which of {', '.join(BENCHMARKS)}; with --floor which of {', '.join(FLOORS)} (default: all)"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=names)
     parser.add_argument("-o", "--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--floor", action="store_true", help="time inner loops and compute what the device allows")
     chosen = parser.parse_args()
-    if unknown := sorted(set(chosen.names) - set(BENCHMARKS)):
-        parser.error(f"there is no benchmark {unknown[0]}; use {', '.join(BENCHMARKS)}")
+    known: Mapping[str, Callable[[], Any]] = FLOORS if chosen.floor else BENCHMARKS
+    if unknown := sorted(set(chosen.names) - set(known)):
+        kind = "floor" if chosen.floor else "benchmark"
+        parser.error(f"there is no {kind} {unknown[0]}; use {', '.join(known)}")
     if chosen.out and not chosen.out.parent.is_dir():
         parser.error(f"there is no folder {chosen.out.parent} to write {chosen.out.name} into")
-    command = f"python -m benchmarks {' '.join(chosen.names)}".strip()
+    command = " ".join(["python -m benchmarks", *["--floor"] * chosen.floor, *chosen.names])
     where, results = environment(), {}
-    for name in chosen.names or BENCHMARKS:
-        print(f"{name}: {(BENCHMARKS[name].__doc__ or '').splitlines()[0]}", flush=True)
+    for name in chosen.names or known:
+        made = known[name]
+        print(f"{name}: {(getattr(made, 'func', made).__doc__ or '').splitlines()[0]}", flush=True)
         with using(announcer=lambda what: print(f"  {what}", file=sys.stderr, flush=True)):
-            results[name] = BENCHMARKS[name]()
+            results[name] = measure(made()) if chosen.floor else made()
         for key, value in results[name].items():
             print(f"  {key:<42} {value:.4g}", flush=True)
         if chosen.out:  # after each, so that what was found is kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ BATCH = 32
 def passes() -> dict[str, float]:
     """Records a second through perturbed models, and that as a share of plain batched inference of one model.
 
-    In float16 both are, which a CPU has no fast kernels for. There the kernels of forward.py are compared with products
-    of windows as well.
+    In float16 both are, which a CPU has no fast kernels for. On a GPU the kernels of forward.py are compared with
+    products of windows as well.
     """
     figures = {}
     for name in ("baffle-lenet", "wrn-10-2"):
@@ -36,6 +37,24 @@ def passes() -> dict[str, float]:
 
 
 def _passes(name: str, precision: torch.dtype) -> dict[str, float]:
+    probing, inference, records = prepared(name, precision)
+
+    def products() -> None:
+        with using(kernels=False):
+            probing()
+
+    named = f"{name}, {str(precision).removeprefix('torch.')}"
+    with one_thread():
+        probed, plain, *other = in_turns(probing, inference, *[products] * torch.cuda.is_available(), turns=3)
+    return {
+        f"{named}: probing, records a second": records / probed,
+        f"{named}: inference, records a second": records / plain,
+        f"{named}: probing / inference": plain / probed,
+    } | {f"{named}: kernels / products": each / probed for each in other}
+
+
+def prepared(name: str, precision: torch.dtype) -> tuple[Callable[[], None], Callable[[], None], int]:
+    """Probing, plain inference of as many records, and how many records that is."""
     device, clients, count = ("cuda", 10, 100) if torch.cuda.is_available() else ("cpu", 1, 8)
     task, x, y = _made(name, device, clients)
     prober = dataclasses.replace(_prober(task), precision=precision)
@@ -54,18 +73,7 @@ def _passes(name: str, precision: torch.dtype) -> dict[str, float]:
                 task.f(one, pictures)
         _wait(task)
 
-    def products() -> None:
-        with using(kernels=False):
-            probing()
-
-    records, named = clients * BATCH * (count + 1), f"{name}, {str(precision).removeprefix('torch.')}"
-    with one_thread():
-        probed, plain, *other = in_turns(probing, inference, *[products] * (precision == torch.float16), turns=3)
-    return {
-        f"{named}: probing, records a second": records / probed,
-        f"{named}: inference, records a second": records / plain,
-        f"{named}: probing / inference": plain / probed,
-    } | {f"{named}: kernels / products": each / probed for each in other}
+    return probing, inference, clients * BATCH * (count + 1)
 
 
 def memory() -> dict[str, float]:

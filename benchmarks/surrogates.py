@@ -37,7 +37,7 @@ def ten() -> dict[str, float]:
 
 def _fedlap(images: int) -> dict[str, float]:
     """Of a round, fit to server. On a GPU the stack's steps are graphs, and compiled ones."""
-    task = _task(400) if torch.cuda.is_available() else _task(200, small=True)
+    task = made(400) if torch.cuda.is_available() else made(200, small=True)
     gpu = task.device.type == "cuda"
     method = FedLap(images=images, passes=1, batches=40 if gpu else 10, steps=100 if gpu else 20)
     with one_thread():
@@ -57,15 +57,21 @@ def _fedlap(images: int) -> dict[str, float]:
 def _seconds(method: FedLap, task: fv.Task, stacks: list[tuple[int, ...]]) -> float:
     """What a round of these stacks takes, after one of few steps."""
     for one in (replace(method, batches=2, steps=8), method):
-        began, answers = time.perf_counter(), []
-        for clients in stacks:
-            blank = [fv.Slots()] * len(clients)
-            stack = ClientStack(task, clients, 1, fv.Seed.root(0), fv.Seed.root(0), blank, [{} for _ in clients])
-            answers += one.distil(stack, Distil(task.initial, 2 * one.images))
-        one.optimise(task, task.initial, answers)
+        began = time.perf_counter()
+        round_of(one, task, stacks)
         _wait(task.device)
         taken = time.perf_counter() - began
     return taken
+
+
+def round_of(method: FedLap, task: fv.Task, stacks: list[tuple[int, ...]]) -> None:
+    """Fit the sets of these stacks of clients, then train the server on them."""
+    answers = []
+    for clients in stacks:
+        blank = [fv.Slots()] * len(clients)
+        stack = ClientStack(task, clients, 1, fv.Seed.root(0), fv.Seed.root(0), blank, [{} for _ in clients])
+        answers += method.distil(stack, Distil(task.initial, 2 * method.images))
+    method.optimise(task, task.initial, answers)
 
 
 def per_example() -> dict[str, float]:
@@ -74,7 +80,7 @@ def per_example() -> dict[str, float]:
     The hooks are what Opacus installs, written out: each layer's input and the gradient of its output give the
     gradient of every example by one product. A module has one client's weights, so clients come one after another.
     """
-    task = _task(200)
+    task = made(200)
     batch = 256 if task.device.type == "cuda" else 32
     draw = torch.Generator().manual_seed(0)
     own = torch.stack([torch.from_numpy(task.clients[k]) for k in range(CLIENTS)])
@@ -141,7 +147,7 @@ class Hooked:
         self.found[f"{name}.weight"], self.found[f"{name}.bias"] = weight, bias
 
 
-def _task(records: int, small: bool = False) -> fv.Task:
+def made(records: int, small: bool = False) -> fv.Task:
     """5 clients with 2 classes each, FedLAP's network or the digits'."""
     gpu = torch.cuda.is_available()
     shape, name = ((1, 8, 8), "digits-cnn") if small else ((1, 28, 28), "convnet")

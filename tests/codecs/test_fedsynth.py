@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+from torch import nn
 
 import fedveil as fv
 from codec_tools import body, check_instead_of_fitting, digits, image_task, stack_of, through_the_wire, trained
 from fedveil.codecs import fedsynth
+from fedveil.codecs.factored import Factored, large
 from fedveil.codecs.fedsynth import Synthetic
 from fedveil.codecs.fit import PRECISIONS, cosine, normal
 from fedveil.core.forecast import Turn
+from fedveil.data import from_tensors
 from toys import linear_task
 
 SEEDS = [fv.Seed.root(k) for k in range(2)]
@@ -109,6 +112,42 @@ def test_the_unrolled_steps_differentiate_as_finite_differences_do(batches, epoc
         induced(images, labels, steps).detach(),
         codec.induced(task, w, images.detach(), labels.detach(), steps.detach(), norm),
     )
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_steps_with_factors_are_the_same_steps(shared):
+    task, codec = image_task((1, 4, 4), hidden=40), fv.FedSynthCodec(batches=2, batch=2, epochs=2)
+    cpu, w = torch.device("cpu"), task.initial.expand(2, -1).double()
+    w = w if shared else w + 0.1 * normal(SEEDS, "w", (task.layout.size,), cpu)
+    images = normal(SEEDS, "x", (2, 2, 1, 4, 4), cpu).double().requires_grad_()
+    labels = normal(SEEDS, "y", (2, 2, 3), cpu).double().softmax(-1).detach().requires_grad_()
+    steps = (0.1 + 0.05 * normal(SEEDS, "eta", (4,), cpu).double()).requires_grad_()
+    factored = Factored.of(task, w, rows=8)
+    assert factored is not None
+    assert factored.names
+    ours, plain = (codec.induced(task, w, images, labels, steps, None, True, f) for f in (factored, None))
+    torch.testing.assert_close(ours, plain)
+    ahead = normal(SEEDS, "ahead", (task.layout.size,), cpu).double()
+    by_ours, by_plain = (torch.autograd.grad(g, (images, labels, steps), ahead) for g in (ours, plain))
+    torch.testing.assert_close(by_ours, by_plain)
+
+
+def test_only_layers_that_are_larger_than_their_factors_have_some():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.once, self.twice, self.last = nn.Linear(20, 20), nn.Linear(20, 20), nn.Linear(20, 3)
+
+        def forward(self, x):
+            return self.last(self.twice(self.twice(self.once(x.flatten(1)))))
+
+    x, y = torch.randn(6, 20), torch.arange(6) % 3
+    data = from_tensors(x, y, x[:3], y[:3])
+    task = fv.Task(Twice(), data, fv.split("iid", data, 2, fv.Seed.root(0)))
+    assert large(task, rows=10) == ["once.weight"]
+    assert large(task, rows=2) == ["once.weight", "last.weight"]
+    assert Factored.of(task, task.initial.expand(2, -1), rows=11) is None
+    assert Factored.of(task, task.initial.expand(1, -1), rows=10) is None
 
 
 @pytest.mark.parametrize("objective", ["l2", "kl", "data"])

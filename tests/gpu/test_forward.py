@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
 
-from fedveil.gpu import forward, graphs, norms, products
+from fedveil.gpu import convolutions, forward, graphs, norms, products
 from fedveil.gpu.products import Products
+from fedveil.gpu.windows import Window
 
 
 class Launches(list):
@@ -122,3 +123,21 @@ def test_the_kernels_are_for_gpus_without_gradients_and_without_a_compiler_that_
         with graphs.tracing():
             assert not forward.usable(x)
     assert not forward.usable(x)
+
+
+def test_which_convolutions_write_no_windows(monkeypatch):
+    monkeypatch.setattr(forward, "available", lambda t: True)
+    before = torch.get_float32_matmul_precision()
+    x, weight, same = torch.randn(2, 8, 6, 6), torch.randn(4, 8, 3, 3), Window(3, 3, 1, 1, 1, 1)
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert convolutions.usable(x, weight, same)
+        assert not convolutions.usable(x, weight, same._replace(sh=2))
+        assert not convolutions.usable(x, weight, same._replace(ph=3))  # its gradient would have negative padding
+        assert not convolutions.usable(x.double(), weight.double(), same)
+        assert not convolutions.usable(x[:, :3], weight[:, :3], same)
+        assert not convolutions.usable(x, weight[:3], same)
+        torch.set_float32_matmul_precision("highest")
+        assert not convolutions.usable(x, weight, same)
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -16,8 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fedveil as fv
 from fedveil.core import task as task_module
+from fedveil.core.directions import Directions
 from fedveil.data import from_tensors
-from fedveil.gpu import forward, graphs, norms, products
+from fedveil.gpu import convolutions, forward, graphs, norms, products
 from fedveil.gpu import windows as w
 from fedveil.gpu.graphs import compiled
 from fedveil.gpu.products import Products
@@ -59,10 +60,12 @@ def compare(device):
         norms.usable = lambda *_: True
     compare_windows(device)
     compare_long_sums(device)
+    compare_slopes_of_convolutions(device)
     compare_slopes_of_norms(device)
     compare_steps(device)
     with torch.no_grad():
         compare_convolutions(device)
+        compare_directions(device)
         compare_norms(device)
 
 
@@ -99,6 +102,28 @@ def compare_convolutions(device):
 
             agree(layer, plain, shared, weight, bias, shared=True)
             agree(layer, plain, shared[:, None] * torch.arange(1, 4, device=device).view(-1, 1, 1, 1, 1), weight)
+
+
+def compare_directions(device):
+    keys = torch.tensor([3, -5, 2**62 + 12345], device=device)
+    for size in (7, 2051):
+        drawn = Directions("gaussian", size).rows(torch, keys, 2, 3)
+        torch.testing.assert_close(forward.gaussians(keys, 2, 3, size), drawn, rtol=1e-5, atol=1e-5)
+
+
+def compare_slopes_of_convolutions(device):
+    """Value, first and second derivatives against PyTorch's in float64."""
+    settings = [(1, 6, 7, 6, Window(5, 5, 1, 1, 2, 2)), (32, 17, 5, 4, Window(3, 2, 1, 1, 0, 1))]
+    for channels, outputs, height, width, window in settings:
+        x = torch.randn(2, channels, 3, height, width, device=device).transpose(1, 2)
+        weight = torch.randn(2, outputs, channels, window.kh, window.kw, device=device) / channels
+
+        def plain(x, weight, padding=window[4:]):
+            return F.conv2d(x, weight, None, 1, padding)
+
+        ours = slopes(lambda x, weight, window=window: convolutions.conv2d(x, weight, window), x, weight)
+        for one, other in zip(ours, slopes(plain, x.double().cpu(), weight.double().cpu()), strict=True):
+            assert float((one.cpu() - other).norm()) < 1e-5 * float(other.norm())
 
 
 def compare_long_sums(device):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fedveil.codecs.base import Codec
+from fedveil.codecs.factored import Batches, Factored
 from fedveil.codecs.fit import PRECISIONS, WIDEST, Rounding, Variable, adam, check_labels, check_points, normal, simplex
 from fedveil.core import message, schema
 from fedveil.core.capability import FORWARD_PASSES, SECOND_DERIVATIVES, SOFT_LABELS
@@ -22,6 +23,7 @@ from fedveil.core.message import Answer, Count, Shape, Size
 from fedveil.core.seeds import Seed
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
+from fedveil.gpu.context import current
 
 LONGEST = 10.0  # a step size, either way
 
@@ -141,21 +143,17 @@ class FedSynthCodec(Codec[Synthetic]):
         steps: Tensor,
         norm: Tensor | None,
         fit: bool = False,
+        factored: Factored | None = None,
     ) -> Tensor:
         """Algorithm 3: M normalised steps from `w` [C, d] over the batches [C, B, n, …]; H g̃/‖g̃‖, [C, d].
 
         Without `norm` it is g̃ itself. The paper's θ is what is subtracted from the weights, so an update is minus it.
-        With `fit` the result can be differentiated with respect to images, labels and step sizes.
+        With `fit` the result can be differentiated with respect to images, labels and step sizes. With `factored`,
+        which starts from `w`, it is computed by that.
         """
-        losses = task.stacked(lambda w, x, y: cross_entropy(task.f(w, x), y))
-        start = w.detach()
-        here = start.clone().requires_grad_()
-        for m in range(self.batches * self.epochs):
-            x, y = images[:, m % self.batches], labels[:, m % self.batches]
-            (g,) = torch.autograd.grad(losses(here, x, y).mean(1).sum(), here, create_graph=fit)
-            there: Tensor = _Step.apply(here, g, steps[:, m])  # type: ignore[no-untyped-call]
-            here = there if fit else there.detach().requires_grad_()
-        total = start - (here if fit else here.detach())  # Σ η_m ĝ_m
+        unrolled = range(self.batches * self.epochs)
+        batches = ((images[:, m % self.batches], labels[:, m % self.batches], steps[:, m]) for m in unrolled)
+        total = factored(batches) if factored else _descended(task, w, batches, fit)
         if norm is None:
             return total
         induced: Tensor = total * (norm / torch.linalg.vector_norm(total, dim=1).clamp(min=1e-12))[:, None]
@@ -169,7 +167,7 @@ class FedSynthCodec(Codec[Synthetic]):
         """Algorithm 2. With restarts, each client is `restarts` rows of the stack and the best row is kept."""
         tries = [seed.child("restart", r) for seed in seeds for r in range(self.restarts)]
         clients = len(updates)
-        w, theta = (t.repeat_interleave(self.restarts, 0) for t in (w, -updates))
+        w, theta = (t.repeat_interleave(self.restarts, 0) if self.restarts > 1 else t for t in (w, -updates))
         norm, free = torch.linalg.vector_norm(theta, dim=1), bool(stack and self.replaces_training)
         images = normal(tries, "images", (self.batches, self.batch, *task.data.input), w.device)
         labels = normal(tries, "labels", (self.batches, self.batch, task.data.classes), w.device)
@@ -179,6 +177,9 @@ class FedSynthCodec(Codec[Synthetic]):
         own = _own_data(stack, self.restarts) if stack and (self.best or self.objective != "l2") else None
         objective = self._objective(task, w, theta, own)
         drifts = self._drifts(tries, w)
+        factored = None  # a CPU's results stay as they were
+        if w.is_cuda and current().kernels and not self.drift:
+            factored = Factored.of(task, w, self.batches * self.epochs * self.batch)
         induced, present = torch.empty_like(w), torch.empty_like(norm)
         kept = [t.clone() for t in (images, labels, steps, norm)]
         lowest = torch.full_like(norm, math.inf)
@@ -190,7 +191,7 @@ class FedSynthCodec(Codec[Synthetic]):
             return Rounding.of(images, self.precision)(images), simplex(soft)
 
         def loss() -> Tensor:
-            g = self.induced(task, drifts(), *sent(), steps, None if free else norm, fit=True)
+            g = self.induced(task, drifts(), *sent(), steps, None if free else norm, True, factored)
             losses = objective(g)
             if free:
                 norm.copy_(torch.linalg.vector_norm(g.detach(), dim=1))
@@ -249,6 +250,18 @@ class FedSynthCodec(Codec[Synthetic]):
             return moved
 
         return drifted
+
+
+def _descended(task: Task, w: Tensor, batches: Batches, fit: bool) -> Tensor:
+    """Σ η_m ĝ_m over normalised steps from `w` [C, d], [C, d]; with `fit` it can be differentiated."""
+    losses = task.stacked(lambda w, x, y: cross_entropy(task.f(w, x), y))
+    start = w.detach()
+    here = start.clone().requires_grad_()
+    for x, y, eta in batches:
+        (g,) = torch.autograd.grad(losses(here, x, y).mean(1).sum(), here, create_graph=fit)
+        there: Tensor = _Step.apply(here, g, eta)  # type: ignore[no-untyped-call]
+        here = there if fit else there.detach().requires_grad_()
+    return start - (here if fit else here.detach())
 
 
 class _Step(torch.autograd.Function):

@@ -19,15 +19,20 @@ from fedveil.gpu.context import current
 from fedveil.gpu.graphs import traced
 from fedveil.gpu.windows import Window, kernels
 
-PRECISION = torch.float16  # of convolutions; others are still products of windows, which was not compared
+PRECISION = torch.float16  # of convolutions; in float32 products of windows are as fast or faster
 PLACES = 128  # a program of a convolution
-DEPTH = 64  # channels it reads at a time, at most
+WORDS = 1024  # a program that draws
+DEPTH = 128  # bytes of channels it reads at a time, at most
+
+
+def available(t: Tensor) -> bool:
+    """Whether there are kernels for a tensor."""
+    return t.is_cuda and current().kernels and kernels() is not None
 
 
 def usable(x: Tensor) -> bool:
     """Whether these kernels may stand in for layers that can be differentiated."""
-    forward_only = not (torch.is_grad_enabled() or traced())
-    return x.is_cuda and forward_only and current().kernels and kernels() is not None
+    return not (torch.is_grad_enabled() or traced()) and available(x)
 
 
 def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
@@ -44,18 +49,42 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, window: Sequence[i
     outputs, rows, columns = weight.shape[-2], *Window(*window).over(height, width)
     result = x.new_empty(*stack, batch, outputs, rows, columns)
     x, weight, bias = pair(x, 4), pair(weight, 2), bias if bias is None else pair(bias, 1)
-    places, wide, deep = batch * rows * columns, max(16, min(128, power(outputs))), math.gcd(channels, DEPTH)
+    places, wide, deep = (
+        batch * rows * columns,
+        max(16, min(128, power(outputs))),
+        math.gcd(channels, DEPTH * 2 // x.element_size()),
+    )
     kernels().convolve[(math.prod(stack) * -(-places // PLACES) * -(-outputs // wide),)](
         x, weight, bias, result, x.shape[1], places, *x.stride()[:3], *weight.stride(), *_strides(bias),
         *x.stride()[3:], channels, outputs, height, width, rows, columns, *window,
-        PLACES, wide, deep if deep >= 16 else 32, num_warps=8 if wide == 128 else 4,
+        PLACES, wide, deep if deep >= 16 else 32, multiplied(x.dtype), num_warps=8 if wide == 128 else 4,
     )  # fmt: skip
     return result
+
+
+@convolved.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, window: Sequence[int]) -> Tensor:
+    return x.new_empty(*x.shape[:-3], weight.shape[-2], *Window(*window).over(*x.shape[-2:]))
 
 
 @convolved.register_vmap
 def _(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
     return convolved(*(stacked(t, dim, info.batch_size) for t, dim in zip(inputs, dims, strict=True))), 0
+
+
+def gaussians(keys: Tensor, first: int, count: int, size: int) -> Tensor:
+    """`Directions.rows` of the gaussian law in one kernel: keys int64 [C] -> [C, count, size]."""
+    rows = torch.empty(len(keys), count, size, device=keys.device)
+    per = -(-size // 2)
+    kernels().gaussians[(len(keys) * count, -(-per // WORDS))](keys.contiguous(), rows, size, per, first, count, WORDS)
+    return rows
+
+
+def multiplied(dtype: torch.dtype) -> str:
+    """How a kernel multiplies numbers of this type: float32 as TF32, or as three such products if PyTorch may not."""
+    if dtype != torch.float32:
+        return "ieee"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def stacked(t: Any, dim: int | None, size: int) -> Any:

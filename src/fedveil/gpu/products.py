@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.overrides import TorchFunctionMode
 
-from fedveil.gpu import forward, norms, windows
+from fedveil.gpu import convolutions, forward, norms, windows
 from fedveil.gpu.graphs import mutable, traced
 from fedveil.gpu.windows import Window
 
@@ -121,8 +121,11 @@ def conv2d(
     window = Window(kh, kw, sh, sw, *_pair(padding))
     if forward.usable(x) and x.dtype == weight.dtype == forward.PRECISION and x.shape[1] == weight.shape[1]:
         return forward.conv2d(x, weight, bias, window)
-    result = product(weight.flatten(1), windows.windows(x, window))  # [O, B·rows·columns]
-    result = result.view(out, len(x), *window.over(*x.shape[2:])).transpose(0, 1)
+    if convolutions.usable(x, weight, window):
+        result = convolutions.conv2d(x, weight, window)
+    else:
+        result = product(weight.flatten(1), windows.windows(x, window))  # [O, B·rows·columns]
+        result = result.view(out, len(x), *window.over(*x.shape[2:])).transpose(0, 1)
     return result if bias is None else result + bias[:, None, None]
 
 

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from fedveil.core.directions import Directions
 from fedveil.core.task import Task
+from fedveil.gpu import forward
 from fedveil.gpu.products import Products
 
 CPU_MEMORY = 16 << 20  # bytes: more is no faster, because caches are smaller
@@ -112,6 +113,8 @@ class Prober:
         return int(torch.cuda.get_device_properties(self.task.device).total_memory) // 6
 
     def _rows(self, keys: Tensor, first: int, count: int, span: tuple[int, int] | None = None) -> Tensor:
+        if self.directions.law == "gaussian" and span is None and forward.available(keys):
+            return forward.gaussians(keys, first, count, self.directions.size)
         words = LAYER_WORDS if self.by_layer else CPU_WORDS
         piece = None if keys.is_cuda else max(1024, words // (len(keys) * count))
         rows: Tensor = self.directions.rows(torch, keys, first, count, piece, span)
