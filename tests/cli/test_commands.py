@@ -287,7 +287,7 @@ def test_resume_uses_what_the_run_was_started_with(monkeypatch: pytest.MonkeyPat
     engine = jobs.LocalEngine
     monkeypatch.setattr(jobs, "LocalEngine", lambda *args: made.append(args) or engine(*args))
     good(fv("resume", "a", "--rounds", 2))
-    assert made == [(1, 1, True, False)]
+    assert made == [(1, 1, True, False, "memory")]
 
 
 @pytest.mark.parametrize(

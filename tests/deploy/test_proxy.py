@@ -19,6 +19,7 @@ import fedveil as fv
 from fedveil.cli import app
 from fedveil.core import message
 from fedveil.deploy import deployment, proxy, scaffold
+from fedveil.engines import LocalEngine
 from fedveil.runs import recipe
 
 pytest.importorskip("flwr")
@@ -67,7 +68,7 @@ def test_no_answer_of_a_run_is_longer_than_the_limit_is_for(monkeypatch):
         monkeypatch.setattr(
             message, "frame", lambda r, e: sent.append(len(frame(r, e)) * isinstance(r, fv.Answer)) or frame(r, e)
         )
-        fv.run(plan.on(loaded), plan.method, rounds=1, cohort=plan.cohort)
+        fv.run(plan.on(loaded), plan.method, rounds=1, cohort=plan.cohort, engine=LocalEngine(wire="bytes"))
         assert 0 < max(sent) <= proxy.longest(plan, loaded)
 
 

@@ -601,7 +601,8 @@ def test_an_exceptions_words_stay_with_a_deployed_client(tmp_path, caplog):
         (["--engine", "flower", "--ray-address", "there"], "the Ray address is 'there'; it is HOST:PORT"),
         (["--engine", "ray", "--ray-address", "127.0.0.1:1"], "there is no Ray at 127.0.0.1:1; start one"),
         (["--engine", "ray", "--ray-address", "there"], "the Ray address is 'there'; it is HOST:PORT"),
-        (["--engine", "ray", "--compile"], "--compile makes kernels for a GPU and the local engine; leave it out"),
+        (["--engine", "ray", "--compile"], "--compile is for the local engine; leave it out"),
+        (["--engine", "ray", "--wire", "memory"], "--wire memory is for the local engine, whose clients are in this"),
     ],
 )
 def test_a_mistake_is_one_sentence(options, said, tmp_path):

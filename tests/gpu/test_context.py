@@ -5,8 +5,11 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 import fedveil as fv
 from fedveil.engines import LocalEngine
+from fedveil.gpu import graphs
 from fedveil.gpu.context import DEFAULT, Context, current, using
 from toys import linear_task
 
@@ -22,7 +25,8 @@ def test_settings_hold_within_a_block_and_in_its_thread_only() -> None:
     assert current() is DEFAULT
 
 
-def test_two_runs_beside_each_other_have_settings_of_their_own() -> None:
+def test_two_runs_beside_each_other_have_settings_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "compiled", lambda function, *tensors: function)  # which takes long
     both = threading.Barrier(2, timeout=60)
 
     def trained(compile: bool) -> tuple[set[bool], set[int]]:

@@ -188,7 +188,6 @@ def compare(
     engine: Engine = Kind.local,
     ray_address: Ray = None,
     compile: Compile = False,
-    wire: Wire = None,
     debug: Debug = False,
     insecure_test_noise: Noise = False,
     format: Shown = Format.table,
@@ -204,7 +203,7 @@ def compare(
     from fedveil.runs import recipe
 
     home, chosen = folder or _fresh("compare"), sources or DEMO
-    where = choose(data_dir, device, stack, workers, engine, ray_address, debug, insecure_test_noise, compile, wire)
+    where = choose(data_dir, device, stack, workers, engine, ray_address, debug, insecure_test_noise, compile, None)
     plans = {home / _name(source): recipe.read(source, changes or ()) for source in chosen}
     if len(plans) < len(chosen):
         raise ValueError("two of the recipes have one name and would share a folder; name each once")

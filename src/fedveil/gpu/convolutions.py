@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from fedveil.gpu import forward
+from fedveil.gpu.context import current
 from fedveil.gpu.windows import Window, kernels
 
 CHANNELS = 4  # in and out, at least: the windows of fewer are small, and a kernel multiplies 16 at a time
@@ -23,12 +24,14 @@ DEPTH = 32  # places that a program reads at a time
 
 
 def usable(x: Tensor, weight: Tensor, window: Window) -> bool:
-    """Whether there are kernels for pictures [B, I, H, W] and weights [O, I, kh, kw]."""
+    """Whether to use these kernels for pictures [B, I, H, W] and weights [O, I, kh, kw].
+
+    They take seconds to make, so they are used where `--compile` asks for that."""
     outputs, channels = weight.shape[:2]
     plain = x.dtype == weight.dtype == torch.float32 and x.shape[1] == channels and min(outputs, channels) >= CHANNELS
     inside = window.ph < window.kh and window.pw < window.kw and min(window.over(*x.shape[2:])) > 0
     fast = torch.get_float32_matmul_precision() != "highest" and not torch.is_autocast_enabled(x.device.type)
-    return plain and inside and fast and window.sh == window.sw == 1 and forward.available(x)
+    return current().compile and plain and inside and fast and window.sh == window.sw == 1 and forward.available(x)
 
 
 def conv2d(x: Tensor, weight: Tensor, window: Window) -> Tensor:

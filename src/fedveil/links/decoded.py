@@ -20,6 +20,7 @@ from fedveil.core.message import Answer, Question, Refused, Size
 from fedveil.core.method import State
 from fedveil.core.stack import ClientStack, at_once
 from fedveil.core.task import Task
+from fedveil.gpu.graphs import one_thread
 from fedveil.links.payloads import Payloads
 from fedveil.links.up import Answering, Given, Total, Uplink
 from fedveil.train.aggregators import Aggregating, clamped, shortened
@@ -49,6 +50,10 @@ class Decoded(Uplink):
     # ------------------------------------------------------------------------------------------------ the server
 
     def collect(self, state: State, cohort: Cohort, question: Question, at: Tensor) -> Total:
+        with one_thread():  # a batch is small, and threads that wait for the next one take cores from training
+            return self._collect(cohort, question, at)
+
+    def _collect(self, cohort: Cohort, question: Question, at: Tensor) -> Total:
         merged = Merged(self.aggregator, len(at))
         told: dict[str, dict[int, float]] = {name: {} for name, _ in self.payloads.scalars}
         answered = 0
