@@ -117,23 +117,19 @@ class LocalEngine:
             yield from done
 
     def _stacks(self, letters: Sequence[Letter]) -> list[list[Letter]]:
-        """Clients of like size together, so that little of a stack is padding; as many stacks as there are workers."""
+        """Clients of like size together, so that little of a stack is padding; as many stacks as there are workers, or
+        more where one would hold too many weights."""
         assert self._clients
-        sizes = self._clients.task.clients.sizes
+        sizes, most = self._clients.task.clients.sizes, at_once(self._clients.task)
         groups: dict[tuple[int, bytes | Loose], list[Letter]] = {}
         for letter in letters:
             groups.setdefault((letter.kind, letter.contents), []).append(letter)
         stacks = []
         for group in groups.values():
             group.sort(key=lambda letter: (sizes[letter.client], letter.client))
-            size = self._fits if self.stack else min(self._fits, math.ceil(len(group) / self._parts(len(group))))
+            size = self._fits if self.stack else min(self._fits, most, math.ceil(len(group) / self._lanes))
             stacks += [group[i : i + size] for i in range(0, len(group), size)]
         return stacks
-
-    def _parts(self, clients: int) -> int:
-        """How many stacks of equal size so many clients are: one a worker, more if they would be too large."""
-        assert self._clients
-        return max(self._lanes, math.ceil(clients / at_once(self._clients.task)))
 
     def _answer(self, stack: list[Letter], again: bool = False) -> list[Reply]:
         """Answer as one stack; if that fails, as two halves, down to the guilty client, who alone fails."""
