@@ -42,6 +42,7 @@ from fedveil.engines.local import LocalEngine
 from fedveil.engines.ray import RayEngine
 from fedveil.runs.fingerprint import decided, validate_same
 from fedveil.runs.folder import RunFolder
+from fedveil.runs.messages import WARNING, MessageLog, Rounds
 from fedveil.runs.origin import Where, describe
 from fedveil.runs.store import Store
 
@@ -62,6 +63,7 @@ def run(
     early_stopping: int | None = None,
     patience: int = 5,
     folder: RunFolder | Path | str | None = None,
+    keep: str | None = None,
     observer: Callable[[Row], object] | None = None,
     progress: bool = False,
     stop: Callable[[], bool] = lambda: False,
@@ -78,6 +80,8 @@ def run(
     patience: stop when so many rounds in a row had no answer that could be used
     folder:   where ledger and checkpoints go; a folder that holds a checkpoint is continued from it. If a recipe built
               the task (`Recipe.build`), the command line can go on with the folder
+    keep:     rounds whose messages the folder keeps for an audit, such as "all" or "1-3,10". The folder then also holds
+              which records each client used, and its exact update. The engine must be a `LocalEngine`
     observer: called with each round's `Row` as it is written
     progress: tell on stderr how far the run is: the round, the metric, the bytes and the time that is left
     stop:     asked after each round; True ends the run there
@@ -87,6 +91,7 @@ def run(
     engine = LocalEngine() if engine is None else engine
     method = settle(task, method, sampler, rounds, seed)
     validate_goals(task, target, early_stopping)
+    log = _validate_kept(keep, engine, folder)
     home = RunFolder(folder) if isinstance(folder, (str, Path)) else folder
     with contextlib.ExitStack() as at_the_end:
         if home:
@@ -95,6 +100,7 @@ def run(
         secret = None if insecure_test_noise is None else private_root(insecure_test_noise)
         options: dict[str, Any] = {"run": saved.run} if saved else {}
         options |= {"secret": secret, "identities": identities}
+        messages: MessageLog | None = None
         federation = Federation(task, method, engine, sampler, Seed.root(seed), evaluate_every, **options)
         at_the_end.callback(engine.close)
         state, done = init_state(task, method, sampler), 0
@@ -106,10 +112,15 @@ def run(
             home.memory = Store(home.path, saved.memory)
         if home:
             federation.clients.memory.entries = home.memory
+        if home and log:
+            federation.witness = messages = MessageLog(home.path, log)
+            federation.clients.witnessed = True
+            home.hide()
+            warnings.warn(WARNING, UserWarning, stacklevel=2)
         if home and home is not folder:  # whoever hands over an open folder has described it
             settings: dict[str, Any] = {"rounds": rounds, "seed": seed, "cohort": sampler, "method": method}
             settings |= {"evaluate_every": evaluate_every, "target": target, "early_stopping": early_stopping}
-            where, why = _where(task, engine, seed, insecure_test_noise, identities)
+            where, why = _where(task, engine, seed, insecure_test_noise, identities, keep)
             describe(home, task, where, why, settings)
         ledger = home.ledger(done) if home else Ledger()
         observers = [observer] if observer else []
@@ -131,7 +142,11 @@ def run(
             stopped = stopped or ("budget" if federation.exhausted(number) else "")
             if stopped:
                 break
+            if messages:
+                messages.begin(number, state)
             state, row = federation.step(state, number, rounds)
+            if messages:
+                messages.end(number, state)
             if saved and saved.damaged and number == done + 1:
                 told = "; ".join(saved.damaged)
                 row.events.append(f"{told} cannot be read: the run goes on from the checkpoint of round {done}")
@@ -174,6 +189,20 @@ def run(
         )
 
 
+def _validate_kept(keep: str | None, engine: Engine, folder: object) -> Rounds | None:
+    """The rounds whose messages are kept, if these can be kept."""
+    if keep is None:
+        return None
+    if folder is None:
+        raise ValueError(f"keep is '{keep}', and messages are kept in a run folder; give folder, too")
+    if not isinstance(engine, LocalEngine) or isinstance(engine, RayEngine):
+        raise ValueError(
+            f"keep is '{keep}', but with {type(engine).__name__} the records behind messages are in other processes; "
+            "use LocalEngine"
+        )
+    return Rounds(keep)
+
+
 class _Best:
     """The best weights so far by the validation records."""
 
@@ -198,7 +227,7 @@ class _Best:
 
 
 def _where(
-    task: Task, engine: Engine, seed: int, noise: int | None, identities: Identities | None
+    task: Task, engine: Engine, seed: int, noise: int | None, identities: Identities | None, keep: str | None
 ) -> tuple[Where, str]:
     """The options with which the command line would go on, and why it cannot, if it cannot."""
     here = Where(
@@ -210,7 +239,7 @@ def _where(
     ours |= {"debug": engine.debug, "compile": engine.compile, "wire": None if engine.wire == "memory" else "bytes"}
     if isinstance(engine, RayEngine):
         ours |= {"engine": "ray", "ray_address": engine.address}
-    here = msgspec.structs.replace(here, **ours)
+    here = msgspec.structs.replace(here, keep=keep, **ours)
     if identities is not None or noise not in (None, seed):
         return here, "the command line has no identities and fixes test noise at the seed only"
     return here, ""

@@ -23,6 +23,7 @@ from fedveil.cli.options import (
     Fetch,
     Format,
     Imports,
+    Keep,
     Kind,
     Noise,
     Out,
@@ -91,6 +92,7 @@ def run(
     ray_address: Ray = None,
     compile: Compile = False,
     wire: Wire = None,
+    keep: Keep = None,
     debug: Debug = False,
     insecure_test_noise: Noise = False,
     format: Shown = Format.table,
@@ -108,7 +110,9 @@ def run(
     path = folder or _fresh(_name(source))
     if holds_run(path):
         raise ValueError(f"{path} already holds a run; 'fedveil resume {path}' continues it, or choose another --out")
-    where = choose(data_dir, device, stack, workers, engine, ray_address, debug, insecure_test_noise, compile, wire)
+    where = choose(
+        data_dir, device, stack, workers, engine, ray_address, debug, insecure_test_noise, compile, wire, keep
+    )
     job = Job.new(path, plan, where)
     _finish(job, fetch, format)
 

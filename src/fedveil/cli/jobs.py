@@ -35,6 +35,7 @@ from fedveil.runs import recipe
 from fedveil.runs.checkpoint import RunError, Saved, first_rows, newest
 from fedveil.runs.fingerprint import environment, validate_same
 from fedveil.runs.folder import DEPLOYED, RunFolder, tallied
+from fedveil.runs.messages import WARNING, Rounds
 from fedveil.runs.origin import Where
 from fedveil.runs.own import references
 from fedveil.runs.plugins import MODULE, imported, is_reference, module_of
@@ -55,6 +56,7 @@ def choose(
     noise: bool,
     compile: bool,
     wire: str | None,
+    keep: str | None = None,
 ) -> Where:
     if engine == "local" and ray_address is not None:
         raise ValueError("--ray-address is for engines that run on Ray; add --engine ray or --engine flower")
@@ -72,6 +74,13 @@ def choose(
         raise ValueError("--compile is for the local engine; leave it out")
     if wire == "memory" and engine != "local":
         raise ValueError("--wire memory is for the local engine, whose clients are in this process; leave it out")
+    if keep is not None:
+        Rounds(keep)
+        if engine != "local":
+            raise ValueError(
+                "--keep-messages needs the local engine, which has the records behind them; leave --engine out"
+            )
+        say(f"warning: {WARNING}")
     if noise:
         say("warning: the private randomness is fixed, so noise protects nobody in this run")
     directory = str(data_directory(folder).absolute())
@@ -89,6 +98,7 @@ def choose(
         compile,
         modules,
         str(wire) if wire else None,
+        keep,
     )
 
 
@@ -184,6 +194,7 @@ class Job:
             folder.decided["recipe"] = plan.fingerprint()
             _picture(task, self.path / "split.svg")
             say(f"{plan.method.name}, {plan.rounds} round{'s' if plan.rounds > 1 else ''}, in {self.path}")
+            warnings.filterwarnings("ignore", re.escape(WARNING))
             warnings.filterwarnings("ignore", NOTHING)  # a command says so at its end
             try:
                 result = fedveil.run(
@@ -197,6 +208,7 @@ class Job:
                     target=plan.target,
                     early_stopping=plan.early_stopping,
                     folder=folder,
+                    keep=where.keep,
                     observer=watch,
                     stop=stop,
                     insecure_test_noise=plan.seed if where.insecure_test_noise else None,

@@ -41,6 +41,7 @@ Engine = Annotated[Kind, option("--engine", "local|flower|ray", "This process, F
 Ray = Annotated[str | None, option("--ray-address", "HOST:PORT", "With flower or ray: use this Ray cluster.")]
 Debug = Annotated[bool, option("--debug", None, "Train one client at a time; stop at a failure.")]
 Wire = Annotated[Between | None, option("--wire", "memory|bytes", "Hand messages over in memory, or as bytes.")]
+Keep = Annotated[str | None, option("--keep-messages", "ROUNDS", "Keep messages for an audit: all, or 1-3,10.")]
 Compile = Annotated[bool, option("--compile", None, "Compile heavy steps; slow at first.")]
 Noise = Annotated[bool, option("--insecure-test-noise", None, "Fix the private randomness; for tests only.")]
 Version = Annotated[bool, option("--version", None, "Print the version.")]

@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fedveil.core import message, schema
 from fedveil.core.account import Account
 from fedveil.core.exchange import Exchange
@@ -78,6 +81,7 @@ class Reply:
     figures: Mapping[str, float] = field(default_factory=dict)  # what the client measured, known in simulation only
     wire_up: int = 0  # bytes of the engine's own message around the frame
     wire_down: int = 0  # and of the one around the question
+    truth: Mapping[str, Tensor] = field(default_factory=dict)  # what it is made from, where an audit asks for it
     letter: Letter | None = None  # of a client that was asked by a letter without bytes
 
     def __len__(self) -> int:
@@ -115,6 +119,7 @@ class Clients:
         self.notes: dict[int, dict[str, Any]] = {}
         self.round = 0
         self.debug = False
+        self.witnessed = False  # whether replies tell what they are made from; in this process only
         self.discreet = False  # whether a failure that may depend on records is told in one constant sentence
         self.persist: Callable[[], object] = lambda: None  # called when something was charged; where there is a disk
         self._charged: dict[tuple[int, int, int], int] = {}  # of the deliveries in progress
@@ -156,6 +161,7 @@ class Clients:
             identities=self.identities,
             debug=self.debug,
             sizes=sizes,
+            witnessed=self.witnessed,
         )
         try:
             with stack.followed(first):
@@ -168,10 +174,14 @@ class Clients:
                 raise
             _log.warning("client %s gives no answer in round %s", ids[0], round_, exc_info=error)
             raise Unanswered from None
+        if self.witnessed and "rows" in vars(stack):  # somebody looked at records
+            stack.truth.setdefault("records", [torch.from_numpy(own) for own in stack.rows.indices])
         replies = []
         for i, (letter, answer) in enumerate(zip(letters, answers, strict=True)):
             figures = {name: values[i] for name, values in stack.figures.items()}
             told: dict[str, Any] = {"passes": stack.passes if i == 0 else 0, "figures": figures}
+            if self.witnessed:
+                told["truth"] = {name: rows[i].detach().cpu().clone() for name, rows in stack.truth.items()}
             if isinstance(first.contents, Loose):  # asked without bytes, it answers without
                 told["letter"] = Letter(answer.kind, letter.envelope, message.loose(answer))
             else:

@@ -61,6 +61,13 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+class Witness(Protocol):
+    """Keeps messages of a round, both ways."""
+
+    def overhear(self, letters: Sequence[Letter], replies: Iterable[Reply]) -> Iterable[Reply]:
+        """The same replies, after they and the letters that they answer have been noted."""
+
+
 @dataclass
 class _Round:
     """What the asks of one round share."""
@@ -75,6 +82,7 @@ class _Round:
     rounds: int
     identities: Identities
     secret: Seed
+    witness: Witness | None = None
     serial: int = 0
     exhibits: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # images, real ones of the same classes
 
@@ -198,6 +206,8 @@ class Cohort:
         missing: dict[int, str] = {}
         letters = self._letters(questions, serial, missing)
         replies: Iterable[Reply] = shared.engine.deliver(letters, shared.sampler.deadline) if letters else ()
+        if shared.witness:
+            replies = shared.witness.overhear(letters, replies)
         if most is None or len(letters) <= most:
             replies, most = sorted(replies, key=lambda reply: reply.client), len(questions) + 1
         receiver = Receiver(shared.method, self.task, shared.row, shared.run, questions, serial, missing)

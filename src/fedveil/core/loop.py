@@ -15,7 +15,7 @@ from fedveil.core import schema
 from fedveil.core.account import Tally
 from fedveil.core.batchnorm import SLOT, Norms
 from fedveil.core.clients import Clients
-from fedveil.core.cohort import BelowQuorum, Cohort, Engine, _Round
+from fedveil.core.cohort import BelowQuorum, Cohort, Engine, Witness, _Round
 from fedveil.core.identity import Identities
 from fedveil.core.ledger import Row
 from fedveil.core.message import Record
@@ -40,6 +40,7 @@ class Federation:
     secret: Seed | None = None
     identities: Identities | None = None
     tally: Tally | None = None
+    witness: Witness | None = None
 
     def __post_init__(self) -> None:
         self.clients = Clients(self.method, self.task, self.run, self.seed, self.secret, self.identities)
@@ -58,7 +59,9 @@ class Federation:
             promise = account.promise
             row.noise, row.relation, row.colluders = promise.sigma, promise.relation, account.colluders
         who = self.clients.identities
-        shared = _Round(self.task, self.method, self.engine, self.sampler, self.run, seed, row, rounds, who, secret)
+        shared = _Round(
+            self.task, self.method, self.engine, self.sampler, self.run, seed, row, rounds, who, secret, self.witness
+        )
         cohort, self.exhibits = Cohort(ids, shared), shared.exhibits
         try:
             if not ids and self.method.min_clients:

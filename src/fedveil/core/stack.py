@@ -61,6 +61,8 @@ class ClientStack:
     debug: bool = False  # whoever asks wants to see exceptions
     sizes: Mapping[str, Size] = field(default_factory=dict)  # what the dimension names in questions stand for
     norms: Tensor | None = None  # [C, e]: what batch norm layers hold beside the weights; training replaces it
+    witnessed: bool = False  # whether `reveal` keeps anything: in a simulation whose messages are kept for an audit
+    truth: dict[str, Tensor | Sequence[Tensor]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -144,6 +146,11 @@ class ClientStack:
     def measure(self, **figures: Tensor) -> None:
         """Figures of each client [C] that a simulation reports as their mean in the ledger; they are not sent."""
         self.figures.update({name: values.tolist() for name, values in figures.items()})
+
+    def reveal(self, **truth: Tensor | Sequence[Tensor]) -> None:
+        """Tell an audit what the answers are made from, by name: a tensor for each client. Nothing of it is sent."""
+        if self.witnessed:
+            self.truth.update(truth)
 
     def recall(self, key: str) -> list[Any]:
         """What each client noted earlier in this round."""

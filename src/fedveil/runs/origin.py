@@ -36,6 +36,7 @@ class Where(msgspec.Struct, frozen=True):
     compile: bool = False
     imports: list[str] | None = None  # modules of --import
     wire: str | None = None
+    keep: str | None = None  # rounds whose messages the folder keeps
 
 
 def describe(home: RunFolder, task: Task, where: Where, why: str, settings: dict[str, Any]) -> None:

@@ -216,6 +216,7 @@ class Baffle(Estimate, Method):
         task = stack.task
         keys = words(torch.tensor([key]), torch.tensor(stack.clients))
         index, mask = self.drawn(stack, keys)
+        stack.reveal(records=[own[here > 0] for own, here in zip(index, mask, strict=True)])
         mask = mask / mask.sum(1, keepdim=True)
         stack.passes += int((mask > 0).sum()) * self.passes(count)
         x, y, mask, keys = task.x[index], task.y[index], mask.to(task.device), keys.to(task.device)
