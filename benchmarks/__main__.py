@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import encoding, fedage, federation, flower, messages, probes, secagg, surrogates
+from benchmarks import encoding, fedage, federation, flower, memory, messages, probes, secagg, surrogates
 from benchmarks.floor import FLOORS, measure
 from fedveil.gpu.context import using
 from fedveil.runs.fingerprint import environment
@@ -21,6 +21,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, float]]] = {
     "digits": federation.digits,
     "lenet5": federation.lenet5,
     "clients": federation.many_clients,
+    "memory": memory.client_memory,
     "messages": messages.million_floats,
     "fedsynth": encoding.fedsynth,
     "tofu": encoding.tofu,

@@ -85,7 +85,7 @@ def parts(device: str) -> dict[str, Part]:
             "saving": Part("cifar with checkpoints and evaluation", saving(cifar), share=0.3),
         }
     small, lenet5 = Workload("small-cnn"), Workload("lenet5")
-    more = (replace(small, clients=n, cohort=n) for n in (100, 300, 1000))
+    more = (replace(small, clients=n, cohort=n) for n in (100, 1000, 10_000))
     return {
         "small": Part("a small CNN on 8 × 8 images", everyone(small, compiled=True)),
         "lenet5": Part("LeNet5 on 28 × 28 images", everyone(lenet5, compiled=True), share=0.5),

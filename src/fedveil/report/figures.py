@@ -232,6 +232,21 @@ def roc(attacks: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Figur
     return figure
 
 
+def gallery(rows: Mapping[str, Tensor]) -> Figure:
+    """Pictures [N, channels, height, width] with pixels in [0, 1], a line of them for each name."""
+    most = max(len(images) for images in rows.values())
+    figure = Figure(figsize=(1.3 + 0.6 * most, 0.62 * len(rows)), layout="constrained")
+    for axes, (name, images) in zip(figure.subplots(len(rows), squeeze=False)[:, 0], rows.items(), strict=True):
+        x = images[:, : 3 if images.shape[1] >= 3 else 1].numpy().transpose(0, 2, 3, 1)
+        x = np.pad(x.repeat(3 // x.shape[-1], 3), ((0, 0), (0, 0), (0, 1), (0, 0)), constant_values=1)
+        axes.imshow(np.concatenate(list(x.clip(0, 1)), 1), interpolation="nearest")
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set_visible(False)
+        label = axes.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
+        label.set_parse_math(False)
+    return figure
+
+
 def strip(images: Tensor) -> bytes:
     """Images [N, channels, height, width] side by side as a PNG, each in its own range from black to white."""
     x = images.numpy()[:, : 3 if images.shape[1] >= 3 else 1].transpose(0, 2, 3, 1)
