@@ -46,10 +46,7 @@ def count(task: Task, target: Target, seed: Seed) -> Labels:
     weights = target.weights.to(task.device)
     moved = weights + target.vector.to(task.device) if target.means == "update" else weights
     mean = (_probabilities(task, weights, x) + _probabilities(task, moved, x)) / 2  # [V, classes]
-    if bias:
-        slope = g[:, bias.start : bias.stop]
-    else:
-        slope = _rows(g, weight, classes) / _scale(task, weights, x, weight, seed)
+    slope = g[:, bias.start : bias.stop] if bias else _sums(g, weight, classes) / _scale(task, weights, x, weight, seed)
     return _filled(allot(n * (mean - slope), slope < 0, n), n)
 
 
@@ -93,7 +90,7 @@ def _one(g: Tensor, weight: Layer | None, bias: Layer | None, classes: int) -> T
     return left * -largest.sign()  # the entry of the label is as large as all others together, and negative
 
 
-def _rows(g: Tensor, weight: Layer | None, classes: int) -> Tensor:
+def _sums(g: Tensor, weight: Layer | None, classes: int) -> Tensor:
     assert weight
     return g[:, weight.start : weight.stop].view(len(g), classes, -1).sum(2)
 
@@ -106,7 +103,7 @@ def _scale(task: Task, weights: Tensor, x: Tensor, weight: Layer | None, seed: S
     several, marks = x.expand(victims, *x.shape), y.expand(victims, -1)
     g, _ = task.gradient(weights, several, marks, torch.ones(marks.shape, device=x.device))
     true = _probabilities(task, weights, x) - F.one_hot(y, classes).float().mean(0)
-    scale = (_rows(g, weight, classes) * true).sum(1, keepdim=True) / true.square().sum(1, keepdim=True)
+    scale = (_sums(g, weight, classes) * true).sum(1, keepdim=True) / true.square().sum(1, keepdim=True)
     return torch.where(scale.abs() < 1e-12, torch.ones_like(scale), scale)
 
 
