@@ -25,6 +25,7 @@ from fedveil.methods.baffle.baffle import Baffle
 from fedveil.methods.surrogates.base import Surrogates
 from fedveil.methods.surrogates.calibration import Calibrated, stretched
 from fedveil.methods.surrogates.sets import Surrogate
+from fedveil.privacy.secagg.records import Masked
 from fedveil.runs.messages import KeptRound
 from fedveil.train.local import GRADIENT_CHUNK
 
@@ -88,6 +89,8 @@ def masked(seen: Seen) -> list[Estimate]:
     """Return the masked vectors of single clients, read as if there were no mask: a check of the secure sum."""
     found: list[Estimate] = []
     for kept in seen.rounds:
+        if not any(isinstance(each.answer, Masked) for each in kept.messages):
+            continue
         messages = tuple(opened(seen.method, seen.task, each) for each in kept.messages)
         found += _in_the_clear(seen, replace(kept, messages=messages), None, checked=False)
     return [replace(each, kind="masked", records=None) for each in found]
@@ -115,7 +118,7 @@ def _sets(seen: Seen, kept: KeptRound) -> Iterator[Estimate]:
     task, method = seen.task, seen.method
     for each in kept.messages:
         answer: Any = each.answer
-        if isinstance(answer, Surrogate):
+        if isinstance(answer, Surrogate) and int(answer.labels.max()) < task.data.classes:
             w = each.question.weights.to(task.device)  # type: ignore[attr-defined]
             vector = gradient(task, w, answer.images.to(task.device), answer.labels.to(task.device, task.y.dtype))
             if isinstance(answer, Calibrated):

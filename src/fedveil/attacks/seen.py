@@ -19,7 +19,7 @@ from fedveil.core.method import Method, State
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
 from fedveil.runs.messages import KeptRound
-from fedveil.train.optimizers import SLOT
+from fedveil.train.optimizers import AVERAGE, SLOT
 
 ADVERSARIES = ("server", "client")
 
@@ -86,8 +86,8 @@ def view(adversary: str, task: Task, method: Method, seed: Seed, rounds: Sequenc
 
 def _published(kept: KeptRound, method: Method, clients: Sequence[int]) -> KeptRound:
     """A round as these clients see it: their own messages, and the weights. Clients that replay the server's steps also
-    hold the moments of its optimizer."""
-    held = (SLOT,) if getattr(method, "down", None) == "replay" else ()
+    hold what its optimizer keeps."""
+    held = (SLOT, AVERAGE) if getattr(method, "down", None) == "replay" else ()
 
     def seen(state: State) -> State:
         return State(state.weights, Slots({name: state.slots[name] for name in held if name in state.slots}))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedveil.attacks.seen import Estimate, Seen
 from fedveil.attacks.slopes import of_the_mean
+from fedveil.attacks.updates import trained_at
 from fedveil.core import message
 from fedveil.core.message import KINDS as RECORDS
 from fedveil.core.message import Question
@@ -36,26 +37,25 @@ def sums(seen: Seen, index: int) -> list[Estimate]:
     if torch.equal(kept.state.weights, kept.after.weights) or not (clients or own_view):
         return []
     method, task = seen.method, seen.task
-    server = getattr(method, "server", ServerOptimizer())
+    server: ServerOptimizer = getattr(method, "server", ServerOptimizer())
     before, after = server.training(kept.state), server.training(kept.after)
     mean = undone(server, before, after, kept.round, _before(seen, index))
     if mean is None:
         return []
     mean, means, even = mean.to(task.device), "update", True
+    w, parts = _trained_at(seen, kept, before)
     if isinstance(method, Baffle):
         mean, means, even = of_the_mean(seen, kept.round, -mean), "gradient", False
     elif isinstance(method, Surrogates):  # the server descends on sets that stand in for gradients
         mean, means, even = -mean, "gradient", method.weighting == "equal"
     elif isinstance(method, Averaging):
-        even = not method.weighted or _phase(method, kept).equal
+        even = not method.weighted or bool(parts and parts.equal)
         if isinstance(method, FedDyn) and method.name in kept.after.slots and clients:
             h, later = (state.slots[method.name].value for state in (kept.state, kept.after))
             mean = ((h - later) * (len(task.clients) / (method.alpha * len(clients)))).to(task.device)
         if isinstance(method.trainer, (FullGradient, PrivateFullGradient)) or method.up.replaces_training:
             mean, means = -mean, "gradient"
-    return [
-        Estimate(kept.round, () if own_view else clients, _weights(seen, kept, before), mean, means, "sum", None, even)
-    ]
+    return [Estimate(kept.round, () if own_view else clients, w, mean, means, "sum", None, even)]
 
 
 def undone(server: ServerOptimizer, before: State, after: State, round_: int, first: Tensor | None) -> Tensor | None:
@@ -65,15 +65,15 @@ def undone(server: ServerOptimizer, before: State, after: State, round_: int, fi
 
     first: the first moment before the step, where the states hold none and it is known all the same
     """
-    step = (after.weights.double() - before.weights.double()) / (server.lr * server.factor(round_))
+    step: Tensor = (after.weights.double() - before.weights.double()) / (server.lr * server.factor(round_))
     if server.optimizer == "plain":
-        return step.float()
+        return step.to(torch.float32)
     m, later = moments(before)[0], moments(after)[0]
     if m is not None and later is not None:
         part = 1 - server.momentum if server.optimizer == "adam" else 1.0
-        return ((later.double() - server.momentum * m.double()) / part).float()
+        return ((later.double() - server.momentum * m.double()) / part).to(torch.float32)
     if server.optimizer == "momentum" and first is not None:
-        return (step - server.momentum * first.double()).float()
+        return (step - server.momentum * first.double()).to(torch.float32)
     return None
 
 
@@ -86,21 +86,21 @@ def _before(seen: Seen, index: int) -> Tensor | None:
     last = seen.rounds[index - 1] if index else None
     if last is None or last.round != kept.round - 1 or not hasattr(seen.method, "server"):
         return None
-    server: Any = seen.method.server
-    step: Tensor = last.after.weights - last.state.weights
-    return step / (server.lr * server.factor(last.round))
+    server: ServerOptimizer = seen.method.server
+    return (last.after.weights - last.state.weights) / (server.lr * server.factor(last.round))
 
 
-def _phase(method: Averaging, kept: KeptRound) -> Parts:
-    """The parts by which a round was played; those of an ordinary one where no message tells."""
-    asked = {type(_inner(each.question)) for each in kept.messages}
-    return next((parts for parts in method.phases if parts.down.question in asked), method.parts)
-
-
-def _weights(seen: Seen, kept: KeptRound, before: State) -> Tensor:
-    """The weights [d] that the clients were sent, or the server's where no question holds any."""
-    asked = (getattr(_inner(each.question), "weights", None) for each in kept.messages)
-    return next((w for w in asked if isinstance(w, Tensor)), before.weights).to(seen.task.device)
+def _trained_at(seen: Seen, kept: KeptRound, before: State) -> tuple[Tensor, Parts | None]:
+    """The weights [d] that the clients were sent, or the server's where no message tells; and for methods that average
+    the parts by which the round was played."""
+    asked, method = {type(q := _inner(each.question)): q for each in kept.messages}, seen.method
+    if isinstance(method, Averaging):
+        for parts in method.phases:
+            if parts.down.question in asked:
+                return trained_at(seen, kept, asked[parts.down.question], parts), parts
+        return before.weights.to(seen.task.device), method.parts
+    told = (getattr(question, "weights", None) for question in asked.values())
+    return next((w for w in told if isinstance(w, Tensor)), before.weights).to(seen.task.device), None
 
 
 # ---------------------------------------------------------------------------------------------------- masked vectors
