@@ -105,7 +105,7 @@ class ClientStack:
         """Some of the clients, by their places in the stack."""
         clients = tuple(self.clients[i] for i in rows)
         memory, notes = [self.memory[i] for i in rows], [self.notes[i] for i in rows]
-        return replace(self, clients=clients, memory=memory, notes=notes, passes=0)
+        return replace(self, clients=clients, memory=memory, notes=notes, passes=0, truth={})
 
     def basis(self, kind: int, payload: bytes | memoryview) -> list[bytes]:
         """A digest, for each client, of everything that the server supplied and the answer to a question of this kind

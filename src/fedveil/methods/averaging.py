@@ -134,7 +134,7 @@ class Averaging(Method):
             stack.charge(cost)
         trained = self.trainer.train(stack, w, self.correction(stack, question, w))
         x = self.trained(stack, question, w, trained)
-        stack.reveal(**x.named)
+        stack.reveal(**{**x.named, "update": trained.update})
         for transform in (parts or self.parts).release:
             x = transform.client(stack, x)
         return x

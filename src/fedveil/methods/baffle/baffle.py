@@ -201,7 +201,7 @@ class Baffle(Estimate, Method):
         if not self.secure:
             return self._probe(stack, w, question.key, asked)
         counts = [min(asked, self.count(client)) for client in stack.clients]
-        answers: dict[int, Slopes] = {}
+        answers, drawn = dict[int, Slopes](), dict[int, Tensor]()
         for count in sorted(set(counts)):
             rows = [i for i, own in enumerate(counts) if own == count]
             part = stack if len(rows) == len(stack) else stack.part(rows)
@@ -209,6 +209,9 @@ class Baffle(Estimate, Method):
                 answers[i] = Slopes(F.pad(own.slopes * (self.fewest / count), (0, asked - count)), own.records)
             if part is not stack:
                 stack.passes += part.passes
+                drawn.update(zip(rows, part.truth.get("records", ()), strict=False))
+        if drawn:
+            stack.reveal(records=[drawn[i] for i in range(len(stack))])
         return [answers[i] for i in range(len(stack))]
 
     def _probe(self, stack: ClientStack, w: Tensor, key: int, count: int) -> list[Slopes]:
