@@ -51,7 +51,6 @@ def invert_epochs(
     seed: Seed,
     *,
     shuffles: Sequence[Seed] | None = None,
-    rate: float | None = None,
     tell: Tell = lambda _: None,
     deadline: float = math.inf,
 ) -> Found:
@@ -59,7 +58,6 @@ def invert_epochs(
 
     shuffles: the seed from which each victim drew the order of its records, which the public seed gives to the server;
               without it, records are used in their order in every epoch
-    rate:     the learning rate of the round; by default `local.lr`
 
     The target's labels are in the order of the records' numbers (see `order`), as far as it is known.
     """
@@ -70,7 +68,7 @@ def invert_epochs(
     epochs = -(-plan.shape[1] // per_epoch)
 
     def distance(x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
-        here = simulate(task, weights[rows], x, y, local, plan[rows], rate)
+        here = simulate(task, weights[rows], x, y, local, plan[rows])
         away = 1 - cosine(here, seen[rows])
         if simulation.squared:
             away = away + simulation.squared * (here - seen[rows]).square().sum(1) / seen[rows].square().sum(1)
@@ -97,9 +95,7 @@ def order(local: LocalTraining, n: int, shuffles: Sequence[Seed] | None, victims
     return plans.view(victims, -1, size)[:, :steps]
 
 
-def simulate(
-    task: Task, w: Tensor, x: Tensor, y: Tensor, local: LocalTraining, plan: Tensor, rate: float | None = None
-) -> Tensor:
+def simulate(task: Task, w: Tensor, x: Tensor, y: Tensor, local: LocalTraining, plan: Tensor) -> Tensor:
     """The update w_end - w_start after SGD from `w` [B, d], which can be differentiated by records and labels, [B, d].
 
     x: [B, n, *input], or [B, epochs, n, *input] with records of each epoch
@@ -107,7 +103,7 @@ def simulate(
     plan: which records a step uses, [B, S, b] (see `order`)
     """
     start = w.detach()
-    here, lr = start.clone().requires_grad_(), local.lr if rate is None else rate
+    here = start.clone().requires_grad_()
     several, n = x.ndim > len(task.data.input) + 2, y.shape[1]
     per_epoch = -(-n // local.step_size)
     clients = torch.arange(len(x), device=x.device)[:, None]
@@ -118,7 +114,7 @@ def simulate(
         slope = gradient(task, here, records, y[clients, which])
         if local.weight_decay:
             slope = slope + local.weight_decay * here
-        here = here - lr * slope
+        here = here - local.lr * slope
     return here - start
 
 
