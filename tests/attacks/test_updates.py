@@ -15,7 +15,7 @@ from toys import linear_task
 FEDAGE = fv.FedAgeCodec(block=16, cohort=5, code="linear")
 
 
-@pytest.mark.parametrize("q", [0.0, 0.2, 1.0, 3.0])
+@pytest.mark.parametrize("q", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize(("codec", "most"), [(fv.Raw(), 1e-2), (fv.Half(), 0.05)], ids=["raw", "half"])
 def test_the_loss_in_an_update_of_q_fedavg_is_undone(tmp_path, q, codec, most):
     task = image_task()
