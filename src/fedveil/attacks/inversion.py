@@ -43,7 +43,7 @@ class Target:
     means:   "gradient" or "update"
     records: n of each victim
     labels:  [V, n], known or guessed
-    local:   the training that made an update
+    local:   the training that made an update; its lr is that of the round
     """
 
     weights: Tensor

@@ -48,8 +48,8 @@ class Lbfgs:
         sizes = turn.square().sum(1, keepdim=True) * self._move.square().sum(1, keepdim=True)
         told = (curve > CURVED * sizes.sqrt()) & ~lost
         self._newest.copy_((self._newest + 1) % HISTORY)
-        self._moves.index_copy_(0, self._newest, self._move[None])
-        self._turns.index_copy_(0, self._newest, turn[None])
+        self._moves.index_copy_(0, self._newest, torch.where(told, self._move, 0)[None])
+        self._turns.index_copy_(0, self._newest, torch.where(told, turn, 0)[None])
         self._weights.index_copy_(0, self._newest, torch.where(told, 1 / curve, 0)[None])
         width = curve / turn.square().sum(1, keepdim=True).clamp(min=1e-30)
         self._scale.copy_(torch.where(told, width, self._scale).masked_fill(lost, 0))
@@ -58,10 +58,7 @@ class Lbfgs:
     def _direction(self, slope: Tensor) -> Tensor:
         """Minus the inverse Hessian times the slope, by two loops over the history."""
         known = HISTORY if self._point.is_cuda else min(self._taken, HISTORY)  # a graph does the same in each step
-        places = [(self._newest - k) % HISTORY for k in range(known)]
-        steps = [
-            tuple(kept.index_select(0, p)[0] for kept in (self._moves, self._turns, self._weights)) for p in places
-        ]
+        steps = [self._at((self._newest - k) % HISTORY) for k in range(known)]
         rest, shares = -slope, []
         for move, turn, weight in steps:
             share = weight * (move * rest).sum(1, keepdim=True)
@@ -71,3 +68,10 @@ class Lbfgs:
         for (move, turn, weight), share in zip(reversed(steps), reversed(shares), strict=True):
             rest = rest + move * (share - weight * (turn * rest).sum(1, keepdim=True))
         return rest
+
+    def _at(self, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The move, the turn and the weight at a place [1] of the history."""
+        if self._point.is_cuda:  # where the host must not wait for the number
+            move, turn, weight = (kept.index_select(0, place)[0] for kept in (self._moves, self._turns, self._weights))
+            return move, turn, weight
+        return self._moves[int(place)], self._turns[int(place)], self._weights[int(place)]

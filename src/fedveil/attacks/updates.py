@@ -26,6 +26,7 @@ from fedveil.methods.parts import Parts
 from fedveil.methods.qfedavg import QFedAvg
 from fedveil.methods.scaffold import Scaffold
 from fedveil.runs.messages import Exchanged, KeptRound
+from fedveil.train.local import GRADIENT_CHUNK
 from fedveil.train.trainers import FullGradient, PrivateFullGradient
 
 
@@ -83,7 +84,9 @@ def _decoded(
             if not all(bool(vectors[i].isfinite().all()) for vectors in rows.values()):
                 continue
             records = answer.records if up.counted else None
-            means, vector = _meaning(method, up.codec, rows["update"][i], kept.round, getattr(answer, "weight", None))
+            means, vector = _meaning(
+                task, method, up.codec, w, rows["update"][i], kept.round, getattr(answer, "weight", None)
+            )
             yield Estimate(kept.round, (client,), w, vector, means, kind, records)
             if isinstance(method, Scaffold) and controls is not None:
                 controls[client] = controls.get(client, torch.zeros_like(w)) + rows["control"][i]
@@ -100,38 +103,46 @@ def _fits(codec: Codec, task: Task, client: int, payload: Any) -> bool:
 
 
 def _meaning(
-    method: Averaging, codec: Codec, vector: Tensor, round_: int, weight: float | None = None
+    task: Task, method: Averaging, codec: Codec, w: Tensor, vector: Tensor, round_: int, weight: float | None = None
 ) -> tuple[str, Tensor]:
     """Return what a decoded vector [d] means, "update" or "gradient", and that update or gradient.
 
     FedSGD sends the negative gradient. A codec that makes its own updates sends no update of local training, and the
-    nearest thing to its direction is the negative gradient. q-FedAvg sends (F + 1e-10)^q · (w - w_end) / lr (see
-    `_power`).
+    nearest thing to its direction is the negative gradient. q-FedAvg sends F^q · (w - w_end) / lr beside a `weight` h.
     """
     if isinstance(method.trainer, (FullGradient, PrivateFullGradient)) or codec.replaces_training:
         return "gradient", -vector
     if isinstance(method, QFedAvg) and weight is not None:
         lr = method.local.rate(round_)
-        return "update", -vector * (lr / _power(float(weight), float(vector.double().norm()), method.q, lr))
+        with torch.no_grad():
+            public = task.losses(w, task.test_x[:GRADIENT_CHUNK], task.test_y[:GRADIENT_CHUNK]).mean()
+        power = loss_to_the(method.q, float(weight), float(vector.double().norm()), lr, float(public))
+        return "update", -vector * (lr / power)
     return "update", vector
 
 
-def _power(h: float, norm: float, q: float, lr: float) -> float:
-    """Return F^q, the loss of a q-FedAvg client to the power q, from h and the norm n of what it sends.
+def loss_to_the(q: float, h: float, norm: float, lr: float, public: float) -> float:
+    """Return F^q, the loss of a q-FedAvg client to the power q (Li et al. 2020, algorithm 2).
 
-    Both are in the message, with Δ = F^q (w - w_end) / lr and n its norm, so (Li et al. 2020, algorithm 2)
-    h = q F^(q-1) (n / F^q)² + F^q / lr. As a function of log F the right side falls and then rises. Of two
-    solutions the larger is taken: at the smaller one, a single step of the update's size would bring the loss below 0.
+    Its message holds Δ = F^q (w - w_end) / lr, of norm n, and h = q F^(q-1) (n / F^q)² + F^q / lr. As a function of
+    log F that falls and then rises, so two losses may fit. The one nearer to `public`, the loss of public records, is
+    taken; a wrong choice changes the length of an update and not its direction.
     """
-    if q == 0:
-        return 1.0
-    least = (math.log((q + 1) * max(norm, 1e-30) ** 2 * lr)) / (2 * q + 1)  # log F where the right side is least
-    low, high = least, max(least, math.log(h * lr) / q)
-    for _ in range(100):
-        middle = (low + high) / 2
-        told = q * norm**2 * math.exp(-(q + 1) * middle) + math.exp(q * middle) / lr
-        low, high = (middle, high) if told < h else (low, middle)
-    return math.exp(q * low)
+    if q == 0 or norm == 0:
+        return 1.0 if q == 0 else h * lr
+
+    def told(log: float) -> float:
+        return q * norm**2 * math.exp(-(q + 1) * log) + math.exp(q * log) / lr
+
+    least = math.log((q + 1) * norm**2 * lr) / (2 * q + 1)  # log F where h is least
+    found = []
+    for away in (math.log(q * norm**2 / h) / (q + 1), math.log(h * lr) / q):  # where one of the two terms alone is h
+        low, high = least, away  # h is too small at `low` and large enough at `high`
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (middle, high) if told(middle) < h else (low, middle)
+        found.append(low)
+    return math.exp(q * min(found, key=lambda log: abs(log - math.log(public))))
 
 
 # ---------------------------------------------------------------------------------------------------- codes
@@ -165,7 +176,7 @@ def _codes(
         for client, offer, payload, vector in zip(sent, offers, payloads, vectors, strict=True):
             share = float(payload.share)
             told = round(share * task.largest) if weighed else None
-            means, own = _meaning(method, up.codec, vector / share, kept.round, getattr(offer, "weight", None))
+            means, own = _meaning(task, method, up.codec, w, vector / share, kept.round, getattr(offer, "weight", None))
             yield Estimate(kept.round, (client,), w, own, means, kind, told)
 
 
