@@ -12,6 +12,7 @@ other assumption is made.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,9 +26,9 @@ from fedveil.privacy.accountant import TIGHTENED, Noised, deltas, epsilon
 
 Curve = Callable[[float], float]  # the power of a test -> the least false-positive rate with which it is possible
 
-LINES = 400  # pairs (ε, δ) that stand for a curve
+LINES = 300  # pairs (ε, δ) that stand for a curve
 FAINT = 1e-10  # the δ of the last of them
-CLOSE = 0.005  # how far from the best noise a bound may be, relatively, on the safe side
+CLOSE = 0.01  # how far from the best noise a bound may be, relatively, on the safe side
 FARTHER = 1.5  # times the noise of which it is asked whether it is ruled out, before a bound lies between two
 MOST_NOISE = 1e3  # in clips; where not even that is ruled out, no ε is
 
@@ -52,13 +53,16 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return MOST if above(MOST) > 0 else float(brentq(above, 0.0, MOST))
 
 
+@functools.lru_cache(maxsize=64)
 def subsampled(steps: Noised) -> Curve:
     """The curve of Poisson-sampled Gaussian steps, with neighbours of add/remove, from their privacy loss distribution.
 
     Each pair (ε, δ(ε)) bounds a test with rates α and power β by β ≤ e^ε α + δ and, as it holds for the opposite answer
     too, by 1 - α ≤ e^ε (1 - β) + δ. The curve is the best of these lines, so it never says more than the pairs do.
+    Where hardly any privacy is left it says nothing: every test is possible.
     """
-    furthest = min(MOST, epsilon([steps], FAINT))
+    if (furthest := epsilon([steps], FAINT)) > TIGHTENED:
+        return lambda power: 0.0
     epsilons = furthest * np.linspace(0, 1, LINES) ** 2  # closer where ε is small
     lost, grown = deltas([steps], epsilons), np.exp(epsilons)
 
@@ -101,10 +105,7 @@ def one_run(canaries: int, guesses: int, right: int, charged: Noised, delta: flo
     """The ε at δ that right guesses rule out for steps like those that are charged, with noise of any size."""
 
     def ruled_out(noise: float) -> bool:
-        steps = replace(charged, noise=noise)
-        if epsilon([steps], FAINT) > TIGHTENED:  # no privacy is left, and the grid of the curve would be too large
-            return False
-        return contradicted(subsampled(steps), canaries, guesses, right)
+        return contradicted(subsampled(replace(charged, noise=noise)), canaries, guesses, right)
 
     low = high = charged.noise
     if ruled_out(high):
