@@ -3,8 +3,11 @@
 The client answers once more, with its own records and canaries: records whose gradient is one coordinate, ten times as
 long as the clip. Each canary is among its records or not by a fair coin. The method's own round runs, from the question
 to the answer and the ε that is charged, while every private gradient is overheard at the canaries' coordinates. From
-these it is guessed which canaries are in. More right guesses than (ε, δ) allows contradict the ε (Steinke, Nasr and
-Jagielski 2023). Fewer are enough where they are held against the trade-off curve of the noise (see `tradeoff`). And the deviation of what is overheard is the noise that was really there.
+these it is guessed which canaries are in.
+
+More right guesses than (ε, δ) allows contradict the ε (Steinke, Nasr and Jagielski 2023). Fewer are enough to
+contradict the trade-off curve of the noise, which says more than one pair (ε, δ) does (`tradeoff`). The deviation of what
+is overheard is the noise that was really there.
 """
 
 from __future__ import annotations
@@ -307,8 +310,8 @@ def bound(steps: np.ndarray, included: np.ndarray, delta: float) -> Bound:
 
 
 def curve_bound(steps: np.ndarray, included: np.ndarray, delta: float, charged: Noised) -> Bound:
-    """The ε that guesses rule out for a mechanism like the one that is charged, with noise of any size, by its trade-off
-    curve (Mahloujifar, Melis and Chaudhuri 2024)."""
+    """The ε that guesses rule out by the trade-off curve of steps like those that are charged, with noise of any size
+    (Mahloujifar, Melis and Chaudhuri 2024)."""
     guesses, right = guessing(steps, included)
     way, most = 0, 0.0
     for each in range(len(guesses)):
@@ -319,8 +322,8 @@ def curve_bound(steps: np.ndarray, included: np.ndarray, delta: float, charged: 
 
 
 def guessing(steps: np.ndarray, included: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How many guesses each way to guess makes, and how many are right: [ways, 2], of the canaries with even numbers, on
-    which a way is chosen, and of the others, on which it is measured.
+    """How many guesses each way to guess makes, and how many are right: [ways, 2], a column for the canaries on which a
+    way is chosen, and one for those on which it is measured.
 
     A canary's score is what is overheard of it [S, m], summed over the steps, or how much that changes from one step to
     the next, as it is drawn or not. The highest scores are guessed to be in and the lowest to be out.

@@ -5,10 +5,10 @@ update is the worst there is, of norm C, in one place or spread over all; or it 
 send zeros. A threshold on the sum, along what the two differ by, tells one from the other. More right answers than
 (ε, δ) allows contradict the ε that is charged.
 
-The rates of that threshold are those of a test between two neighbours, so that they bound a trade-off curve directly,
-without the detour of guesses in one run. They are held against the curves of Gaussian noise, μ-GDP, which sums of
-Skellam noise come close to: its curve along one direction is a convolution of as many as there are clients. The curve of
-the accountant would be looser, because it knows Skellam noise by a bound on its Rényi divergence only.
+The two rates of that threshold are a point that the trade-off curve must allow, so that no bound for one run is needed
+here. A second bound compares them with the curves of Gaussian noise (μ-GDP), which are tight for it. Sums of Skellam
+noise over many units of fixed point are nearly Gaussian. The accountant's own curve would be looser, because it knows
+Skellam noise by a bound on its Rényi divergence only.
 """
 
 from __future__ import annotations
