@@ -145,6 +145,7 @@ def test_dp_sgd_as_it_is_holds_and_the_same_without_noise_does_not(name):
     assert found.delta == pytest.approx(0.01 / 820)
     assert found.epsilon == pytest.approx(epsilon([Noised(privacy.noise, 0.5, 10)], found.delta))
     assert found.lower < found.epsilon < found.control
+    assert found.curve < found.epsilon < found.curve_control
     assert found.control > 3
     assert found.found == pytest.approx(4.0, rel=0.15)
     assert 4.0 < found.most < 6.0
@@ -169,10 +170,12 @@ def test_without_noise_the_gate_breaks(monkeypatch):
 
 
 def test_a_quarter_of_the_noise_is_found(monkeypatch):
-    """As if it were divided by what is drawn: too little for a lower bound to notice, but the noise itself is seen."""
+    """As if it were divided by what is drawn: the trade-off curve notices, one pair (ε, δ) does not."""
     real = dpsgd._normal
     monkeypatch.setattr(dpsgd, "_normal", lambda words: real(words) / 4)
-    (told,) = audited().broken()
+    found = audited()
+    assert found.lower < found.epsilon < found.curve
+    _, told = found.broken()
     assert told.startswith("the noise is 1.")
     assert told.endswith("clips at most, but the recipe's is 4")
 

@@ -1,6 +1,5 @@
 """Membership inference: it finds those whom weights learnt by heart, and nobody in weights that learnt nothing."""
 
-import dataclasses
 import math
 
 import msgspec
@@ -18,12 +17,13 @@ from toys import linear_task
 SEED = fv.Seed.root(0)
 
 
-def attacked(*changes: str, source: str = "digits/fedavg"):
+def attacked(*changes: str, source: str = "digits/fedavg", **options):
     """What is found in a run of a recipe, whose private randomness is fixed."""
     plan = recipe.read(source, changes)
     task = plan.build()
     result = fv.run(task, plan.method, rounds=plan.rounds, cohort=plan.cohort, seed=plan.seed, insecure_test_noise=0)
-    return attack(task, result.weights, took_part(result.ledger.rows), SEED, 1e-5, 10_000, lambda _: None)
+    clients = took_part(result.ledger.rows)
+    return attack(task, result.weights, clients, SEED, 1e-5, 10_000, lambda _: None, **options)
 
 
 # ---------------------------------------------------------------------------------------------------- records
@@ -56,12 +56,32 @@ def test_records_come_in_no_order_and_the_same_seed_draws_the_same():
 
 def test_classes_that_nobody_tests_leave_nobody_to_compare_with():
     task = linear_task()
-    task.data = dataclasses.replace(task.data, test_y=1 - task.data.test_y.clamp(min=1))
+    task.test_y = 1 - task.test_y.clamp(min=1)
     task.clients = fv.Split(torch.where(task.y == 1)[0].numpy(), np.array([0, int(task.y.sum())]), "ones")
     with pytest.raises(
         ValueError, match="only 0 test records are of classes that clients hold, too few to compare with; give more"
     ):
         matched(task, [0], SEED, 10)
+
+
+def test_validation_records_are_the_others_where_a_recipe_holds_some_out():
+    task = recipe.read("digits/fedavg", ["task.validation=0.5"]).build()
+    members, others = matched(task, range(10), SEED, 10_000, "validation")
+    assert len(others) > len(task.test_x)
+    assert torch.equal(task.y[members].bincount(), task.validation[1][others].bincount())
+    with pytest.raises(ValueError, match="'digits' has no validation records to compare members with;"):
+        matched(recipe.read("digits/fedavg").build(), [0], SEED, 100, "validation")
+
+
+def test_others_from_another_distribution_are_told_apart_before_training_and_held_out_ones_are_not():
+    task = recipe.read("digits/fedavg", ["task.validation=0.5"]).build()
+    task.test_x = task.test_x * 0.5
+    found = {
+        kind: attack(task, task.initial, range(10), SEED, 1e-5, 10_000, lambda _: None, kind=kind).baseline
+        for kind in ("validation", "test")
+    }
+    assert found["validation"].low < 0.5 < found["validation"].high
+    assert not found["test"].low < 0.5 < found["test"].high
 
 
 def test_who_never_answered_is_no_member():
@@ -114,8 +134,9 @@ def test_records_learnt_by_heart_are_found():
 
 def test_an_overfitted_run_gives_its_members_away():
     alone = ("split.clients=40", "cohort.size=1", "rounds=1", "method.local.epochs=100")
-    count, found, control, baseline = attacked(*alone)
-    assert count == 36  # of the one client that took part
+    reached = attacked(*alone)
+    found, control, baseline = reached.attacks, reached.control, reached.baseline
+    assert reached.records == 36  # of the one client that took part
     assert found["loss"].low > 0.6
     assert found["gradient"].low > 0.6
     assert control.auc > SUCCESS
@@ -124,8 +145,9 @@ def test_an_overfitted_run_gives_its_members_away():
 
 def test_a_private_run_does_not():
     private = ("method.privacy.noise=2.0", "method.privacy.delta=1e-3", "method.local.steps=10", "rounds=2")
-    count, found, control, baseline = attacked("split.max_records=144", *private)
-    assert count == 360
+    reached = attacked("split.max_records=144", *private)
+    found, control, baseline = reached.attacks, reached.control, reached.baseline
+    assert reached.records == 360
     for each in found.values():
         assert each.auc < 0.56
         assert each.low < 0.5 + 0.02
@@ -143,8 +165,7 @@ def test_another_attack_is_one_function(monkeypatch):
         ATTACKS, "oracle", lambda task, w, x, y: torch.tensor([float(tuple(r) in known) for r in x.tolist()])
     )
     task.clients = fv.Split(np.arange(200), np.array([0, 200]), "first")
-    _, found, _, _ = attack(task, task.initial, [0], SEED, 0.0, 400, lambda _: None)
-    oracle = found["oracle"]
+    oracle = attack(task, task.initial, [0], SEED, 0.0, 400, lambda _: None).attacks["oracle"]
     assert (oracle.auc, oracle.balanced, oracle.rates[1].tpr) == (1, 1, 1)
     assert oracle.epsilon > 2.5
     read = msgspec.json.decode(msgspec.json.encode(oracle), type=membership.Figures)

@@ -116,3 +116,11 @@ def test_one_run_pays_for_its_delta():
     assert bounds == sorted(bounds, reverse=True)
     assert bounds[0] > 5
     assert bounds[-1] < 3.5
+
+
+def test_scores_with_gaussian_noise_are_as_far_apart_as_their_means():
+    assert np.mean([apart(1, 4000, seed).gaussian() for seed in range(20)]) == pytest.approx(0.88, abs=0.02)
+    above = [apart(1, 400, seed).gaussian() > 1 for seed in range(200)]
+    assert np.sum(above) <= 4  # both limits are cautious
+    assert apart(0, 400).gaussian() == 0
+    assert Roc(np.ones(100), np.zeros(100)).gaussian() > 2

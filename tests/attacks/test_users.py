@@ -28,7 +28,8 @@ REPLACED = dataclasses.replace(ZERO, relation="replacement", colluders=1)
 def test_sums_do_not_contradict_what_is_charged_and_without_noise_they_do(how, bits, size):
     found = audit(how, fv.SecureSum(bits=bits), size, 5, SEED, trials=8000)
     assert found.epsilon == pytest.approx({"zero-out": 1.55, "replacement": 3.55}[how.relation], rel=0.01)
-    assert found.lower < found.epsilon < found.control
+    assert found.lower < found.curve < found.epsilon < found.control
+    assert found.curve > 0.65 * found.epsilon
     assert found.lower > 0.3 * found.epsilon or how is ZERO  # of which 8000 sums may tell nothing
     assert (found.clients, found.relation, list(found.broken())) == (3 - how.colluders, how.relation, [])
 
@@ -38,11 +39,19 @@ def test_noise_that_is_too_small_is_caught(size):
     """A quarter of the deviation, as if every client counted on 16 times as many."""
     fixed = fv.SecureSum(bits=8).noised(SumNoise(2.0)).fixed_point(3, 3, {}, Update)
     weak = dataclasses.replace(fixed, clip=0.5, variance=fixed.variance / 16)
-    found = ruled_out(encoded(weak), neighbours(ZERO, size), 3, 10_000, ZERO.delta, SEED)
+    found, curve = ruled_out(encoded(weak), neighbours(ZERO, size), 3, 10_000, ZERO.delta, SEED)
     charged = epsilon([ZERO.step(8, size)], ZERO.delta)
-    assert found > 1.5 * charged
+    assert curve > found > 1.5 * charged
     told = SumAudit(10_000, 3, "zero-out", ZERO.delta, charged, found, 8.0)
     assert "noised sums rule out every ε below" in next(told.broken())
+
+
+def test_noise_that_is_a_little_too_small_is_caught_by_the_curve():
+    """Two clients' noise where three were counted on: one pair (ε, δ) does not notice."""
+    fixed = fv.SecureSum(bits=20).noised(SumNoise(2.0)).fixed_point(3, 3, {}, Update)
+    weak = dataclasses.replace(fixed, clip=0.5)
+    found, curve = ruled_out(encoded(weak), neighbours(ZERO, 1), 2, 20_000, ZERO.delta, SEED)
+    assert found < epsilon([ZERO.step(20, 1)], ZERO.delta) < curve
 
 
 def test_rounded_shares_of_gaussian_noise_are_caught():
@@ -57,7 +66,7 @@ def test_rounded_shares_of_gaussian_noise_are_caught():
     charged = epsilon([Noised(2.0, 1.0, 1)], ZERO.delta)
     assert charged == pytest.approx(1.55, abs=0.005)
     middle = np.full(1, reach / 15, np.float32)  # what is rounded the least
-    found = ruled_out(shares, neighbours(ZERO, 1), 287, 4000, ZERO.delta, SEED, others=middle)
+    found, _ = ruled_out(shares, neighbours(ZERO, 1), 287, 4000, ZERO.delta, SEED, others=middle)
     assert found > 2 * charged
 
 

@@ -3,8 +3,11 @@
 The client answers once more, with its own records and canaries: records whose gradient is one coordinate, ten times as
 long as the clip. Each canary is among its records or not by a fair coin. The method's own round runs, from the question
 to the answer and the ε that is charged, while every private gradient is overheard at the canaries' coordinates. From
-these it is guessed which canaries are in. More right guesses than (ε, δ) allows contradict the ε (Steinke, Nasr and
-Jagielski 2023), and the deviation of what is overheard is the noise that was really there.
+these it is guessed which canaries are in.
+
+More right guesses than (ε, δ) allows contradict the ε (Steinke, Nasr and Jagielski 2023). Fewer are enough to
+contradict the trade-off curve of the noise, which says more than one pair (ε, δ) does (`tradeoff`). The deviation of what
+is overheard is the noise that was really there.
 """
 
 from __future__ import annotations
@@ -12,13 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedveil.attacks import tradeoff
 from fedveil.attacks.roc import clopper_pearson, one_run
 from fedveil.core.loop import Federation
 from fedveil.core.method import Method
@@ -29,6 +33,7 @@ from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.data import Split
 from fedveil.engines.local import LocalEngine
+from fedveil.privacy.accountant import Noised
 from fedveil.privacy.dpsgd import DpSgd, Gradients, Piece
 
 LENGTH = 10.0  # a canary's gradient in clips: what is not clipped shows
@@ -48,12 +53,15 @@ class Mechanism(msgspec.Struct, frozen=True):
 
     canaries, answers, steps: how many there were, and how many steps were overheard
     delta, epsilon: what the client charges for these answers (proved), at a δ that suits the audit
-    lower:          the ε that the guesses rule out (measured); above `epsilon` the promise is broken
+    lower:          the ε that the guesses rule out by (ε, δ) alone (measured); above `epsilon` the promise is broken
     guesses, right: about the half of the canaries that chose no threshold
     noise:          the recipe's, in clips
     found, most:    the noise that was there, in what a canary adds, and the most that it can have been
     reused:         whether one private seed served twice
-    control:        `lower` of the same audit without noise; it must be above `epsilon`, or the audit is too weak
+    control:        `lower` of the same audit without noise; it, or `curve_control`, must be above `epsilon`, or the
+                    audit is too weak
+    curve, curve_guesses, curve_right, curve_control: the same by the trade-off curve of Gaussian noise, with as many
+                    guesses as suit it; None in files of older versions
     """
 
     canaries: int
@@ -69,12 +77,26 @@ class Mechanism(msgspec.Struct, frozen=True):
     most: float
     reused: bool
     control: float
+    curve: float | None = None
+    curve_guesses: int = 0
+    curve_right: int = 0
+    curve_control: float = 0.0
+
+    @property
+    def best(self) -> float:
+        """The larger of the two bounds."""
+        return max(self.lower, self.curve or 0.0)
+
+    @property
+    def best_control(self) -> float:
+        """The larger of the two controls."""
+        return max(self.control, self.curve_control)
 
     def broken(self) -> Iterator[str]:
         """A sentence for each promise that does not hold."""
-        if self.lower > self.epsilon:
+        if self.best > self.epsilon:
             yield (
-                f"canaries rule out every ε below {self.lower:.4g} at δ = {self.delta:.2g}, "
+                f"canaries rule out every ε below {self.best:.4g} at δ = {self.delta:.2g}, "
                 f"but {self.epsilon:.4g} is charged"
             )
         if self.most < self.noise:
@@ -194,6 +216,14 @@ class Tapped(DpSgd):
 # ---------------------------------------------------------------------------------------------------- the audit
 
 
+class Bound(NamedTuple):
+    """An ε that guesses rule out, how many guesses there were, and how many were right."""
+
+    epsilon: float
+    guesses: int
+    right: int
+
+
 def audit(
     task: Task,
     method: Method,
@@ -238,12 +268,17 @@ def audit(
     silent, _ = heard(silent=True)
     tell("canaries in the private gradients")
     tap, epsilon = heard(silent=False)
-    lower, guesses, right = bound(tap.steps, included, delta)
+    lower = bound(tap.steps, included, delta)
+    tell("the trade-off curve of the private gradients")
+    charged = Noised(privacy.sigma, tap.rate, len(tap.steps))  # Skellam noise on the grid of DP-SGD is Gaussian to 1e-9
+    curve = curve_bound(tap.steps, included, delta, charged)
     found, most = noise(tap.steps, silent.steps, included, tap.rate)
     reused = len({each.key for each in tap.seeds}) < len(tap.seeds)
     return Mechanism(
-        m, answers, len(tap.steps), delta, epsilon, lower, guesses, right, privacy.sigma, found, most, reused,
-        control=bound(silent.steps, included, delta)[0],
+        m, answers, len(tap.steps), delta, epsilon, *lower, privacy.sigma, found, most, reused,
+        control=bound(silent.steps, included, delta).epsilon,
+        curve=curve.epsilon, curve_guesses=curve.guesses, curve_right=curve.right,
+        curve_control=curve_bound(silent.steps, included, delta, charged).epsilon,
     )  # fmt: skip
 
 
@@ -266,12 +301,32 @@ def _play(planted: Planted, method: Method, seed: Seed, secret: Seed | None, ans
     return row.epsilon
 
 
-def bound(steps: np.ndarray, included: np.ndarray, delta: float) -> tuple[float, int, int]:
-    """The ε that guesses rule out, how many guesses there were, and how many were right.
+def bound(steps: np.ndarray, included: np.ndarray, delta: float) -> Bound:
+    """The ε that guesses rule out by (ε, δ) alone (Steinke, Nasr and Jagielski 2023)."""
+    guesses, right = guessing(steps, included)
+    way = int(np.argmax(clopper_pearson(right[:, 0], guesses[:, 0])[0]))
+    many, hits = int(guesses[way, 1]), int(right[way, 1])
+    return Bound(one_run(len(included[1::2]), many, hits, delta), many, hits)
+
+
+def curve_bound(steps: np.ndarray, included: np.ndarray, delta: float, charged: Noised) -> Bound:
+    """The ε that guesses rule out by the trade-off curve of steps like those that are charged, with noise of any size
+    (Mahloujifar, Melis and Chaudhuri 2024)."""
+    guesses, right = guessing(steps, included)
+    way, most = 0, 0.0
+    for each in range(len(guesses)):
+        mu = tradeoff.strength(len(included[0::2]), int(guesses[each, 0]), int(right[each, 0]), most)
+        way, most = (each, mu) if mu > most else (way, most)
+    many, hits = int(guesses[way, 1]), int(right[way, 1])
+    return Bound(tradeoff.one_run(len(included[1::2]), many, hits, charged, delta), many, hits)
+
+
+def guessing(steps: np.ndarray, included: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How many guesses each way to guess makes, and how many are right: [ways, 2], a column for the canaries on which a
+    way is chosen, and one for those on which it is measured.
 
     A canary's score is what is overheard of it [S, m], summed over the steps, or how much that changes from one step to
-    the next, as it is drawn or not. Which of the two, and how many canaries are guessed to be in and to be out, is
-    chosen on every second canary; the others are guessed.
+    the next, as it is drawn or not. The highest scores are guessed to be in and the lowest to be out.
     """
     jumps = np.square(np.diff(steps, axis=0)).clip(max=1)  # of 1 where a canary is drawn, of less where records are
     scores, half = (steps.sum(0), jumps.sum(0)), len(included) // 4
@@ -282,10 +337,8 @@ def bound(steps: np.ndarray, included: np.ndarray, delta: float) -> tuple[float,
         return ins + outs, int(known[len(known) - ins :].sum()) + int((~known[:outs]).sum())
 
     sides = [(ins, outs) for size in sizes for ins, outs in ((size, size), (size, 0), (0, size))]
-    choices = [(by, *side) for by in scores for side in sides]
-    tried, hits = np.array([guessed(*choice, 0) for choice in choices]).T
-    guesses, right = guessed(*choices[int(np.argmax(clopper_pearson(hits, tried)[0]))], 1)
-    return one_run(len(included[1::2]), guesses, right, delta), guesses, right
+    found = np.array([[guessed(by, *side, half) for half in (0, 1)] for by in scores for side in sides])
+    return found[..., 0], found[..., 1]
 
 
 def noise(steps: np.ndarray, silent: np.ndarray, included: np.ndarray, rate: float) -> tuple[float, float]:

@@ -1,13 +1,15 @@
 """Membership inference: who was trained on, told from the finished weights.
 
-Members are records of clients that took part, others are test records. Either side has as many of each class, so that
-what is told apart is not the classes. An attack is a function that scores records, entered in `ATTACKS`. `audit.json`
-of a run folder is an `Audit`; `mechanism` in it is `attacks.mechanism`'s.
+Members are records of clients that took part. Others are validation records where a recipe holds some out of the
+training records, so that both come from one distribution; elsewhere they are test records. Each side has as many of
+each class, so that an attack cannot tell them by their classes. An attack is a function that scores records, entered in
+`ATTACKS`; LiRA, which trains models of its own, is in `attacks.shadow`. `audit.json` of a run folder is an `Audit`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -17,14 +19,15 @@ from torch.func import grad, vmap
 
 from fedveil.attacks.mechanism import Mechanism
 from fedveil.attacks.roc import Figures, Roc
+from fedveil.attacks.shadow import Records, Score, lira
 from fedveil.attacks.users import SumAudit
 from fedveil.core.ledger import Row
 from fedveil.core.metrics import EVALUATION_BATCH
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
 from fedveil.privacy.dpsgd import HELD
+from fedveil.train.local import LocalTraining
 
-Score = Callable[[Task, Tensor, Tensor, Tensor], Tensor]  # weights [d], x, y of B records -> [B]: high is a member
 Tell = Callable[[str], object]
 
 LEARNT = 64  # records that the control learns by heart
@@ -38,6 +41,8 @@ class Audit(msgspec.Struct, frozen=True):
 
     round:     of the checkpoint that was attacked
     records:   members, and as many others
+    others:    "validation" where others were held out of the training records, "test" where they are test records
+    shadows:   models that the attack "lira" trained; 0: it was left out
     delta:     the δ of every ε among `attacks`
     epsilon:   what the run has charged by that round, at this δ; None if it promises nothing
     attacks:   by name, each on the run's weights
@@ -61,6 +66,8 @@ class Audit(msgspec.Struct, frozen=True):
     broken: list[str]
     relation: str | None = None
     sums: SumAudit | None = None
+    others: str = "test"
+    shadows: int = 0
 
 
 # ---------------------------------------------------------------------------------------------------- the attacks
@@ -111,22 +118,37 @@ def took_part(rows: Sequence[Row]) -> list[int]:
     return sorted({k for row in rows for k in row.cohort if str(k) not in row.missing})
 
 
-def matched(task: Task, clients: Sequence[int], seed: Seed, max_records: int) -> tuple[Tensor, Tensor]:
-    """Members' indices into the training records and others' into the test records, each [n] in an order of its own.
+def outsiders(task: Task, kind: str) -> Records:
+    """The "validation" or the "test" records, on which nothing was trained: x [n, *input] and y [n, ...]."""
+    if kind == "test":
+        return task.test_x, task.test_y
+    if task.validation is None:
+        raise ValueError(
+            f"{task.data.name!r} has no validation records to compare members with; set task.validation, or use test"
+        )
+    return task.validation
+
+
+def matched(
+    task: Task, clients: Sequence[int], seed: Seed, max_records: int, kind: str = "test"
+) -> tuple[Tensor, Tensor]:
+    """Members' indices into the training records and others' into those of that kind (see `outsiders`), each [n] in an
+    order of its own.
 
     Of each class there are as many as both sides have, scaled down alike to at most `max_records` in all. Records
     without a label of their own (several labels, real targets, bits) count as one class.
     """
     rng = seed.numpy()
     held = np.concatenate(task.rows(clients).indices)
-    sides = [rng.permutation(held), rng.permutation(len(task.test_x))]
-    labels = [task.data.y.numpy(), task.data.test_y.numpy()]
+    _, theirs = outsiders(task, kind)
+    sides = [rng.permutation(held), rng.permutation(len(theirs))]
+    labels = [task.data.y.numpy(), theirs.cpu().numpy()]
     classes = [y[own] if task.data.labelled else np.zeros(len(own), int) for own, y in zip(sides, labels, strict=True)]
     counts = np.minimum(*(np.bincount(c, minlength=task.data.classes) for c in classes))
     counts = (counts * min(1.0, max_records / max(1, counts.sum()))).astype(int)
     if counts.sum() < 4:
         raise ValueError(
-            f"only {counts.sum()} test records are of classes that clients hold, too few to compare with; give more"
+            f"only {counts.sum()} {kind} records are of classes that clients hold, too few to compare with; give more"
         )
     chosen = []
     for own, of in zip(sides, classes, strict=True):
@@ -152,18 +174,47 @@ def by_heart(task: Task, x: Tensor, y: Tensor, tell: Tell = lambda _: None) -> T
 # ---------------------------------------------------------------------------------------------------- all of it
 
 
-def attack(
-    task: Task, w: Tensor, clients: Sequence[int], seed: Seed, delta: float, max_records: int, tell: Tell
-) -> tuple[int, dict[str, Figures], Figures, Figures]:
-    """How many records a side, and what the attacks, the control and the baseline reach, for an `Audit`."""
-    members, others = matched(task, clients, seed.child("records"), max_records)
-    sides = [(task.x[members], task.y[members]), (task.test_x[others], task.test_y[others])]
+@dataclass(frozen=True)
+class Reached:
+    """What `attack` finds, as `Audit` names it: how many records a side, the attacks, the control and the baseline."""
 
-    def told(attack: Score, w: Tensor, *sides: tuple[Tensor, Tensor]) -> Figures:
+    records: int
+    attacks: dict[str, Figures]
+    control: Figures
+    baseline: Figures
+
+
+def attack(
+    task: Task,
+    w: Tensor,
+    clients: Sequence[int],
+    seed: Seed,
+    delta: float,
+    max_records: int,
+    tell: Tell,
+    *,
+    kind: str = "test",
+    local: LocalTraining | None = None,
+    shadows: int = 0,
+) -> Reached:
+    """Run all the attacks on weights `w` [d].
+
+    kind:    the records that are no members (see `outsiders`)
+    local:   how each shadow model is trained (see `shadow.training`)
+    shadows: how many shadow models there are; 0: no LiRA
+    """
+    members, others = matched(task, clients, seed.child("records"), max_records, kind)
+    x, y = outsiders(task, kind)
+    sides = (task.x[members], task.y[members]), (x[others], y[others])
+
+    def told(attack: Score, w: Tensor, *sides: Records) -> Figures:
         return Roc(*(scores(task, attack, w, *side, tell) for side in sides)).figures(delta)
 
     found = {name: told(each, w, *sides) for name, each in ATTACKS.items()}
+    if shadows and local:
+        tell(f"training {shadows} shadow models")
+        found["lira"] = Roc(*lira(task, w, *sides, local, seed.child("shadows"), scores, shadows)).figures(delta)
     # With labels that belong to other records, nothing but memory helps.
     few = [(x[:LEARNT], y[:LEARNT].roll(len(y[:LEARNT]) // 2, 0)) for x, y in sides]
     control = told(loss, by_heart(task, *few[0], tell), *few)
-    return len(members), found, control, told(loss, task.initial, *sides)
+    return Reached(len(members), found, control, told(loss, task.initial, *sides))

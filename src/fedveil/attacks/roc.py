@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from scipy import stats
+from scipy.special import ndtri
 
 CONFIDENCE = 0.95
 RATES = (0.001, 0.01)  # false-positive rates at which true-positive rates are told
@@ -137,6 +138,16 @@ class Roc:
         choice, test = self.halves()
         best = np.argmax(choice._ruled_out(choice.bars, delta))
         return max(0.0, float(test._ruled_out(choice.bars[best : best + 1], delta)[0]))
+
+    def gaussian(self) -> float:
+        """The μ of Gaussian differential privacy that is ruled out: μ ≥ Φ⁻¹(TPR) - Φ⁻¹(FPR), at limits as for `epsilon`
+        (Nasr et al. 2023, "Tight auditing of differentially private machine learning", section 4). The threshold is
+        half-way between the medians: of Gaussian scores each is as good, and there the limits are closest."""
+        choice, test = self.halves()
+        bar = (np.median(choice.members) + np.median(choice.others)) / 2
+        (hits,), (false,) = test.positives(np.array([bar]))
+        low, high = clopper_pearson(hits, len(test.members))[0], clopper_pearson(false, len(test.others))[1]
+        return max(0.0, float(ndtri(low) - ndtri(high)))
 
     def _ruled_out(self, bars: Scores, delta: float) -> Scores:
         hits, false = self.positives(bars)

@@ -35,6 +35,7 @@ def audit(
     records: Annotated[int, option("--records", "N", "Maximum number of members; default: 10000.")] = 10_000,
     canaries: Annotated[int, option("--canaries", "M", "Canaries in private gradients; default: 4000.")] = 4000,
     answers: Annotated[int, option("--answers", "N", "Answers with canaries; default: 1.")] = 1,
+    shadows: Annotated[int, option("--shadows", "N", "Shadow models that are trained for LiRA; default: 16.")] = 16,
     format: Shown = Format.table,
 ) -> None:
     """Attack the run in DIR: infer membership and test its ε.
@@ -45,8 +46,10 @@ def audit(
 
     Example: fedveil audit runs/demo/digits-fedavg
     """
+    from fedveil.attacks import shadow
     from fedveil.cli.jobs import Job
 
+    shadow.validate(shadows)
     if records < 100 or answers < 1:
         raise ValueError("--records is at least 100 and --answers at least 1")
     job = Job.held(path)
@@ -54,7 +57,7 @@ def audit(
     if job.where.insecure_test_noise:
         say("warning: the private randomness of this run was fixed, so that its noise protects nobody")
     with _progress() as tell:
-        found = _audited(job, saved, records, canaries, answers, tell)
+        found = _audited(job, saved, records, canaries, answers, shadows, tell)
     _write(path, found)
     if format is Format.json:
         show.as_json(msgspec.to_builtins(found))
@@ -66,8 +69,10 @@ def audit(
         raise typer.Exit(BROKEN)
 
 
-def _audited(job: Job, saved: Saved, records: int, canaries: int, answers: int, tell: Callable[[str], object]) -> Audit:
-    from fedveil.attacks import mechanism, membership, users
+def _audited(
+    job: Job, saved: Saved, records: int, canaries: int, answers: int, shadows: int, tell: Callable[[str], object]
+) -> Audit:
+    from fedveil.attacks import mechanism, membership, shadow, users
     from fedveil.core.loop import trained_task
     from fedveil.core.seeds import Seed
     from fedveil.core.setup import private_root
@@ -84,7 +89,9 @@ def _audited(job: Job, saved: Saved, records: int, canaries: int, answers: int, 
     clients = membership.took_part(job.ledger.rows)
     if not clients:
         raise ValueError(f"in {job.path} no client took part, so there are no members to find")
-    reached = membership.attack(task, w, clients, seed, delta, records, tell)
+    kind = "validation" if plan.task.validation else "test"
+    local = shadow.training(plan.method, job.ledger.rows, task, clients)
+    reached = membership.attack(task, w, clients, seed, delta, records, tell, kind=kind, local=local, shadows=shadows)
     canary = None
     if promise and promise.key == "privacy":
         secret = private_root(plan.seed).child("audit") if job.where.insecure_test_noise else None
@@ -94,17 +101,28 @@ def _audited(job: Job, saved: Saved, records: int, canaries: int, answers: int, 
         tell("noised sums of two updates")
         size = min(plan.cohort.size, len(task.clients))
         sums = users.audit(promise, secure, task.layout.size, size, seed)
-    count, attacks, control, baseline = reached
     broken = [sentence for each in (canary, sums) if each for sentence in each.broken()]
     if epsilon is not None:
         broken += [
             f"the attack by {name} rules out every ε below {each.epsilon:.4g}, but {epsilon:.4g} is charged"
-            for name, each in attacks.items()
+            for name, each in reached.attacks.items()
             if each.epsilon > epsilon
         ]
     relation = promise.relation if promise else None
     return membership.Audit(
-        saved.round, count, delta, epsilon, attacks, control, baseline, canary, broken, relation, sums
+        saved.round,
+        reached.records,
+        delta,
+        epsilon,
+        reached.attacks,
+        reached.control,
+        reached.baseline,
+        canary,
+        broken,
+        relation,
+        sums,
+        kind,
+        shadows,
     )
 
 
@@ -164,7 +182,12 @@ def _show(found: Audit) -> None:
 def _notes(found: Audit) -> Iterator[str]:
     from fedveil.attacks.membership import SUCCESS
 
-    yield f"{found.records} members and as many others, as many of each class. ε is at δ = {found.delta:g}."
+    others = f"{found.records} members and as many {found.others} records, as many of each class."
+    yield f"{others} ε is at δ = {found.delta:g}."
+    if found.others == "test":
+        yield "Test records may differ from training records in themselves; task.validation holds out some that do not."
+    if found.shadows:
+        yield f"lira trains {found.shadows} models and knows all these records, but not who is a member: a worst case."
     if coarse := [rate.fpr for rate in found.attacks["loss"].rates if not rate.resolved]:
         yield f"In brackets: no false one is allowed, as {max(coarse):g} of the others would be less than one."
     if found.control.auc < SUCCESS:
@@ -174,18 +197,23 @@ def _notes(found: Audit) -> Iterator[str]:
 
 
 def _mechanism(m: Mechanism) -> Iterator[tuple[str, str]]:
-    weak = "" if m.control > m.epsilon else ", too little to break the promise: use more --canaries"
+    weak = "" if m.best_control > m.epsilon else ", too little to break the promise: use more --canaries"
     yield "canaries", f"{m.canaries} in {m.steps} private gradients; {m.right} of {m.guesses} guesses are right"
     yield "ε ruled out", f"{m.lower:.4g} (measured, 95%) at δ = {m.delta:.3g}"
+    if m.curve is not None:
+        guesses = f"{m.curve_right} of {m.curve_guesses} guesses"
+        yield "by the curve", f"{m.curve:.4g} (measured, 95%, for Gaussian noise) from {guesses}"
     yield "ε charged", f"{m.epsilon:.4g} (add/remove, proved) for the same steps at the same δ"
     yield "noise", f"{m.found:.4g} found, {m.most:.4g} at most (measured); the recipe's is {m.noise:g}"
-    yield "control", f"without noise, an ε of {m.control:.4g} is ruled out{weak}"
+    yield "control", f"without noise, an ε of {m.best_control:.4g} is ruled out{weak}"
 
 
 def _sums(s: SumAudit) -> Iterator[tuple[str, str]]:
     weak = "" if s.control > s.epsilon else ", too little to break the promise"
     yield "sums", f"{s.trials} of each of two updates, with the noise of {s.clients} clients"
     yield "ε ruled out", f"{s.lower:.4g} (measured, 95%) at δ = {s.delta:.3g}"
+    if s.curve is not None:
+        yield "by the curve", f"{s.curve:.4g} (measured, 95%, for Gaussian noise)"
     yield "ε charged", f"{s.epsilon:.4g} ({s.relation}, proved) for one round"
     yield "control", f"without noise, an ε of {s.control:.4g} is ruled out{weak}"
 

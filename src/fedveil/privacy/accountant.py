@@ -16,11 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 ACCOUNTANTS = ("rdp", "pld")  # Rényi (quick) and privacy loss distributions (tighter)
 CLOSE = 1e-3  # how far from the best a solved value may be, relatively, on the safe side
 NOISES = (0.01, 1e4)  # between these a noise multiplier is sought
 MOST_STEPS = 10**9
+FINE, COARSE = 1e-4, 1e-3  # steps of the grid of a privacy loss distribution, which rounds δ up
 TIGHTENED = 50.0  # ε above which the tighter accountant, whose grids grow with ε, is not asked any more
 
 
@@ -132,16 +134,27 @@ def epsilon(spent: Sequence[Steps], delta: float, accountant: str = "rdp") -> fl
         raise ValueError("the accountant is 'pld', but Skellam noise has no privacy loss distribution here; use rdp")
     if any(part.noise == 0 for part in gaussian):
         return math.inf
-    from dp_accounting import pld, rdp  # takes a second to import
+    from dp_accounting import rdp  # takes a second to import
 
     curves = [part.steps * _curve(replace(part, steps=1))[1] for part in spent]
     found = float(rdp.compute_epsilon(_curve(replace(spent[0], steps=1))[0], sum(curves), delta)[0])
     if accountant == "rdp" or found > TIGHTENED:
         return found
-    total = pld.PLDAccountant()
-    for part in gaussian:
+    return float(_distribution(gaussian).get_epsilon(delta))
+
+
+def deltas(spent: Sequence[Noised], epsilons: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """δ of all these steps together at each ε [n], by their privacy loss distribution, rounded up."""
+    return np.asarray(_distribution(spent, COARSE).get_delta(epsilons), dtype=np.float64)
+
+
+def _distribution(spent: Sequence[Noised], grid: float = FINE) -> Any:
+    from dp_accounting import pld
+
+    total = pld.PLDAccountant(value_discretization_interval=grid)
+    for part in spent:
         total.compose(_step(part), part.steps)
-    return float(total.get_epsilon(delta))
+    return total
 
 
 @functools.lru_cache(maxsize=256)

@@ -48,6 +48,11 @@ def audits(runs: Sequence[Run]) -> str:
         "must succeed; the baseline is on the initial weights, and must not. In brackets: too few others to tell such "
         "a rate.</p>\n"
     )
+    if apart := [run.name for run, audit in found if audit.others == "test"]:
+        told += (
+            f'<p class="note">In {escape(", ".join(apart))} members are compared with test records, which may differ '
+            "from training records in themselves. Validation records that a recipe holds out do not.</p>\n"
+        )
     heads = ["run", "attack", "AUC", "with 95%", *(f"found at {100 * level:g}% false ones" for level in levels)]
     rows = [name(run.name) + row for run, audit in found for row in _reached(audit, levels)]
     told += table([*heads, "balanced accuracy"], rows, "Membership")
@@ -76,9 +81,15 @@ def _promises(audit: Audit) -> Iterator[str]:
         most = max((each.epsilon for each in audit.attacks.values()), default=0.0)
         yield _promise("the last weights", most, audit.epsilon, audit.delta, audit.control.epsilon)
     if m := audit.mechanism:
-        yield _promise(f"{m.canaries} canaries in private gradients", m.lower, m.epsilon, m.delta, m.control)
+        told = f"{m.canaries} canaries in private gradients"
+        yield _promise(told, m.lower, m.epsilon, m.delta, m.control)
+        if m.curve is not None:
+            yield _promise(f"{told}, by the trade-off curve", m.curve, m.epsilon, m.delta, m.curve_control)
     if s := audit.sums:
-        yield _promise(f"{s.trials} noised sums ({s.relation})", s.lower, s.epsilon, s.delta, s.control)
+        told = f"{s.trials} noised sums ({s.relation})"
+        yield _promise(told, s.lower, s.epsilon, s.delta, s.control)
+        if s.curve is not None:
+            yield _promise(f"{told}, by the trade-off curve", s.curve, s.epsilon, s.delta, s.control)
 
 
 def _promise(what: str, ruled_out: float, charged: float, delta: float, control: float) -> str:
