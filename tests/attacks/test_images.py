@@ -132,10 +132,12 @@ def test_the_nearest_candidate_is_found_in_pieces_as_at_once(monkeypatch):
     again = closest(own, candidates)
     assert torch.equal(again[0], index)
     assert torch.equal(again[1], distance)
+    far = 1000 * torch.rand(30, 64, generator=draw)
+    assert not closest(far, far)[1].any()
     hard = Points(own, torch.arange(7) % 3)
-    scores = nearness(hard, candidates, torch.arange(11) % 3)
+    scores = nearness(hard, candidates, torch.arange(11) // 4)
     for i, score in enumerate(scores):
-        assert float(score) == pytest.approx(-float(apart[hard.labels == i % 3, i].min()))
+        assert float(score) == pytest.approx(-float(apart[hard.labels == i // 4, i].min()))
 
 
 def test_nearness_looks_at_the_candidates_class_if_labels_are_hard():
