@@ -67,7 +67,11 @@ ONE_STEP = fv.LocalTraining(batch=RECORDS)
 # ---------------------------------------------------------------------------------------------------- one client
 
 
-@pytest.mark.parametrize("method", [FedSGD(), fv.FedAvg(ONE_STEP)], ids=["fedsgd", "fedavg, one step"])
+@pytest.mark.parametrize(
+    "method",
+    [FedSGD(), fv.FedAvg(ONE_STEP), FedSGD(server=fv.ServerOptimizer("adam"))],
+    ids=["fedsgd", "fedavg, one step", "adam at the server"],
+)
 def test_most_of_64_pictures_come_out_of_a_clients_answer(method):
     found, row = robbed(method)
     assert not row.missing
@@ -139,8 +143,20 @@ def test_what_defeats_exact_recovery(method):
 def test_weights_that_are_not_planted_give_nothing_away():
     found, _ = robbed(FedSGD(), planted=task().initial)
     assert not recovered(found, records(0)).any()
-    noise = torch.randn(task().layout.size, generator=SEED.torch())
-    assert not recovered(read(task(), weights(task()), noise), records(0)).any()
+    found = read(task(), weights(task()), torch.randn(task().layout.size, generator=SEED.torch()))
+    assert len(found) < BINS / 20, "quotients of noise do not fall into their own bins"
+    assert not recovered(found, records(0)).any()
+
+
+def test_recovered_is_within_a_ten_thousandth_of_the_variance():
+    own = records(0)
+    spread = own.var(0).mean().sqrt()
+    for error, near in ((0.005, True), (0.02, False)):
+        changed = own.flip(0) + error * spread * torch.randn(own.shape, generator=SEED.torch())
+        assert recovered(changed, own).tolist() == [near] * RECORDS
+    assert not recovered(own[:0], own).any()
+    assert expected(1, 10) == 1
+    assert expected(3, 10) == pytest.approx(0.81)
 
 
 # ---------------------------------------------------------------------------------------------------- secure sums
