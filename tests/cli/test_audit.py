@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedveil import data
 from fedveil.attacks import mechanism, membership
-from fedveil.attacks.membership import Audit
+from fedveil.attacks.audit import Audit
 from fedveil.core.task import Task
 from fedveil.privacy import dpsgd
 from shell import fv, good

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import msgspec
 
+from fedveil.attacks.audit import Audit
 from fedveil.attacks.mechanism import Mechanism
-from fedveil.attacks.membership import Audit
 from fedveil.attacks.roc import Figures, Rate
 
 

@@ -27,10 +27,10 @@ from fedveil.attacks.scores import Nearness, Pool, Range, bootstrap, matching, o
 from fedveil.attacks.seen import Seen
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
+from fedveil.runs.messages import Truths
 from fedveil.train.local import LocalTraining
 
 Tell = Callable[[str], object]
-Truths = Mapping[int, Mapping[int, Mapping[str, Tensor]]]  # by round and client
 
 FOUND, NOT_FOUND, INCONCLUSIVE = "found", "not found", "inconclusive"
 CONTROLS = 8  # records on which the control is run

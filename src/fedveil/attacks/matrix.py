@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedveil import models
 from fedveil.attacks.estimate import nothing
-from fedveil.attacks.exposure import Attack, Exposure, Pictures, Truths, attempts, control, scored
+from fedveil.attacks.exposure import Attack, Exposure, Pictures, attempts, control, scored
 from fedveil.attacks.scores import Nearness
 from fedveil.attacks.seen import Seen, view
 from fedveil.codecs.fedage import FedAgeCodec
@@ -44,7 +44,7 @@ from fedveil.methods.presets import FedAge
 from fedveil.methods.surrogates.fedlap import FedLap
 from fedveil.privacy.dpsgd import DpSgd
 from fedveil.privacy.secagg.settings import SecureSum
-from fedveil.runs.messages import MessageLog, Rounds, kept_rounds, read_round, read_truth
+from fedveil.runs.messages import MessageLog, Rounds, Truths, kept_rounds, read_round, read_truth
 from fedveil.train.local import LocalTraining
 from fedveil.train.optimizers import ServerOptimizer
 
@@ -90,9 +90,26 @@ class Row(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-def cases(task: Task) -> Iterator[Case]:
-    """The rows, in the order of the table."""
-    d = task.layout.size
+CONTROL = Case("control", FedSGD())
+
+
+class Matrix(msgspec.Struct, frozen=True):
+    """What `fedveil audit --matrix` writes to `matrix.json`.
+
+    settings:    of the attack, and the seed
+    environment: versions, machine and command
+    """
+
+    data: str
+    model: str
+    settings: dict[str, Any]
+    environment: dict[str, Any]
+    control: Nearness
+    rows: list[Row]
+
+
+def cases(d: int) -> Iterator[Case]:
+    """The rows of a network with d weights, in the order of the table."""
     one, some = LocalTraining(lr=0.1), LocalTraining(lr=0.1, batch=2)
     for records in (1, 8):
         yield Case("raw gradient", FedSGD(), records)
@@ -196,4 +213,4 @@ def attacked(case: Case, task: Task, seed: Seed, how: Attack, checked: Nearness,
 
 def checked(data: Data, seed: Seed, how: Attack, tell: Tell, device: str = "cpu") -> Nearness:
     """The control of all rows."""
-    return control(task_of(Case("control", FedSGD()), data, seed, device), how.inversion, seed.child("control"), tell)
+    return control(task_of(CONTROL, data, seed, device), how.inversion, seed.child("control"), tell)

@@ -11,16 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from fedveil.attacks.mechanism import Mechanism
 from fedveil.attacks.roc import Figures, Roc
 from fedveil.attacks.shadow import Records, Score, lira
-from fedveil.attacks.users import SumAudit
 from fedveil.core.ledger import Row
 from fedveil.core.metrics import EVALUATION_BATCH
 from fedveil.core.seeds import Seed
@@ -34,40 +31,6 @@ LEARNT = 64  # records that the control learns by heart
 CONTROL_STEPS = 500
 BY_HEART = 0.05  # the mean loss at which they are
 SUCCESS = 0.8  # the AUC that the control must reach
-
-
-class Audit(msgspec.Struct, frozen=True):
-    """What `fedveil audit` writes to `audit.json`.
-
-    round:     of the checkpoint that was attacked
-    records:   members, and as many others
-    others:    "validation" where others were held out of the training records, "test" where they are test records
-    shadows:   models that the attack "lira" trained; 0: it was left out
-    delta:     the δ of every ε among `attacks`
-    epsilon:   what the run has charged by that round, at this δ; None if it promises nothing
-    attacks:   by name, each on the run's weights
-    control:   the loss attack on weights that learnt some members by heart; it must succeed
-    baseline:  the loss attack on the initial weights, which know no member; where it succeeds, members and others
-               differ in themselves
-    mechanism: of a run with `method.privacy`
-    broken:    a sentence for each promise that a lower bound contradicts
-    relation:  the neighbours for which `epsilon` holds
-    sums:      of a run whose clients noise a secure sum
-    """
-
-    round: int
-    records: int
-    delta: float
-    epsilon: float | None
-    attacks: dict[str, Figures]
-    control: Figures
-    baseline: Figures
-    mechanism: Mechanism | None
-    broken: list[str]
-    relation: str | None = None
-    sums: SumAudit | None = None
-    others: str = "test"
-    shadows: int = 0
 
 
 # ---------------------------------------------------------------------------------------------------- the attacks

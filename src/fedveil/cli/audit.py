@@ -1,68 +1,138 @@
-"""`fedveil audit`: attacks on a finished run."""
+"""`fedveil audit`: attacks on a finished run, and on many methods alike."""
 
 from __future__ import annotations
 
 import contextlib
-import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich.table import Table
 
 from fedveil.cli import show
 from fedveil.cli.options import Format, Shown, argument, option
-from fedveil.cli.shell import err, out, say
+from fedveil.cli.shell import err, say
 from fedveil.gpu.context import LINE_EVERY, using
 
 if TYPE_CHECKING:
-    from fedveil.attacks.mechanism import Mechanism
-    from fedveil.attacks.membership import Audit
-    from fedveil.attacks.roc import Figures
-    from fedveil.attacks.users import SumAudit
+    from torch import Tensor
+
+    from fedveil.attacks.audit import Audit
+    from fedveil.attacks.exposure import Attack
+    from fedveil.attacks.seen import Seen
     from fedveil.cli.jobs import Job
+    from fedveil.core.task import Task
     from fedveil.runs.checkpoint import Saved
+    from fedveil.runs.messages import Truths
 
 DELTA = 1e-5  # where a recipe has none
 BROKEN = 1
+ALL = "all"
+
+Tell = Callable[[str], object]
+Drawn = dict[str, "dict[str, Tensor]"]  # pictures of a kind of message, by what they are
 
 
 def audit(
-    path: Annotated[Path, argument("DIR")],
+    path: Annotated[Path | None, argument("[DIR]")] = None,
+    attacks: Annotated[str, option("--attacks", "NAMES", "all, or some of inversion,images,membership,dp.")] = ALL,
+    seconds: Annotated[
+        float, option("--budget-seconds", "S", "Time for attacks on messages; default: 120, matrix: 300 a row.")
+    ] = 0,
+    victims: Annotated[int, option("--victims", "N", "Messages of a kind that are attacked; default: 8.")] = 8,
     records: Annotated[int, option("--records", "N", "Maximum number of members; default: 10000.")] = 10_000,
     canaries: Annotated[int, option("--canaries", "M", "Canaries in private gradients; default: 4000.")] = 4000,
     answers: Annotated[int, option("--answers", "N", "Answers with canaries; default: 1.")] = 1,
     shadows: Annotated[int, option("--shadows", "N", "Shadow models that are trained for LiRA; default: 16.")] = 16,
+    matrix: Annotated[str | None, option("--matrix", "digits", "Attack many methods alike, without a DIR.")] = None,
+    only: Annotated[list[str] | None, option("--only", "TEXT", "Rows of the matrix with this in their title.")] = None,
+    folder: Annotated[Path | None, option("--out", "DIR", "Folder of the matrix; default: runs/matrix-digits.")] = None,
     format: Shown = Format.table,
 ) -> None:
-    """Attack the run in DIR: infer membership and test its ε.
+    """Attack the run in DIR: rebuild records, infer membership and test its ε.
 
-    The attack infers membership from the last weights. With method.privacy, it also adds canaries to a client's records
-    and looks for them in its answers. With noise inside a secure sum, it tries to tell two noised sums apart.
-    The exit code is 1 if a result contradicts ε. The figures go to audit.json and figures/audit.svg in DIR.
+    inversion and images attack kept messages ('fedveil run --keep-messages'), membership the last weights, and dp the
+    promised ε. The exit code is 1 if a result contradicts ε. The figures go to audit.json and figures/ in DIR.
+
+    --matrix runs and attacks many methods and defences on the same records, and writes a page. It goes on from the rows
+    that are there.
 
     Example: fedveil audit runs/demo/digits-fedavg
     """
     from fedveil.attacks import shadow
-    from fedveil.cli.jobs import Job
+    from fedveil.attacks.audit import PARTS
+    from fedveil.attacks.exposure import Attack
 
     shadow.validate(shadows)
-    if records < 100 or answers < 1:
-        raise ValueError("--records is at least 100 and --answers at least 1")
+    if records < 100 or answers < 1 or victims < 1 or seconds < 0:
+        raise ValueError("--records is at least 100, --answers and --victims at least 1, and --budget-seconds above 0")
+    if (path is None) == (matrix is None):
+        raise ValueError("give the folder of a run, or --matrix digits, and not both")
+    chosen = PARTS if attacks == ALL else tuple(attacks.split(","))
+    if wrong := [each for each in chosen if each not in PARTS]:
+        raise ValueError(f"--attacks has '{wrong[0]}'; use all, or some of {','.join(PARTS)}")
+    if matrix is not None:
+        how = Attack(victims=victims, seconds=seconds or 300)
+        return _matrix(matrix, folder or Path("runs") / f"matrix-{matrix}", only or (), how, format)
+    assert path
+    _run(
+        path,
+        chosen,
+        attacks != ALL,
+        Attack(victims=victims, seconds=seconds or 120),
+        records,
+        canaries,
+        answers,
+        shadows,
+        format,
+    )
+
+
+def _matrix(name: str, folder: Path, only: Sequence[str], how: Attack, format: Format) -> None:
+    import shlex
+    import sys
+
+    from fedveil.cli import matrix
+    from fedveil.runs.fingerprint import environment
+
+    told = environment(command=shlex.join(["fedveil", *sys.argv[1:]]))
+    with _progress() as tell:
+        done = matrix.run(name, folder, only, how, 0, told, tell)
+    if format is Format.json:
+        show.as_json(msgspec.to_builtins(done))
+    else:
+        matrix.table(done)
+    say(f"the page is {folder / matrix.PAGE}")
+
+
+def _run(
+    path: Path,
+    chosen: Sequence[str],
+    named: bool,
+    how: Attack,
+    records: int,
+    canaries: int,
+    answers: int,
+    shadows: int,
+    format: Format,
+) -> None:
+    """Audit the run in a folder. Of the chosen parts, those that are `named` must be possible."""
+    from fedveil.cli import audited
+    from fedveil.cli.jobs import Job
+
     job = Job.held(path)
     saved = job.checkpoint()
     if job.where.insecure_test_noise:
         say("warning: the private randomness of this run was fixed, so that its noise protects nobody")
     with _progress() as tell:
-        found = _audited(job, saved, records, canaries, answers, shadows, tell)
-    _write(path, found)
+        found, pictures = _audited(job, saved, chosen, named, how, records, canaries, answers, shadows, tell)
+    _write(path, found, pictures)
     if format is Format.json:
         show.as_json(msgspec.to_builtins(found))
     else:
-        _show(found)
+        audited.show(found)
     for sentence in found.broken:
         say(f"broken: {sentence}")
     if found.broken:
@@ -70,16 +140,26 @@ def audit(
 
 
 def _audited(
-    job: Job, saved: Saved, records: int, canaries: int, answers: int, shadows: int, tell: Callable[[str], object]
-) -> Audit:
+    job: Job,
+    saved: Saved,
+    chosen: Sequence[str],
+    named: bool,
+    how: Attack,
+    records: int,
+    canaries: int,
+    answers: int,
+    shadows: int,
+    tell: Tell,
+) -> tuple[Audit, Drawn]:
     from fedveil.attacks import mechanism, membership, shadow, users
+    from fedveil.attacks.audit import Audit
     from fedveil.core.loop import trained_task
     from fedveil.core.seeds import Seed
     from fedveil.core.setup import private_root
 
     plan = job.recipe
-    task = plan.on(job.data(False, {}), job.where.device)
-    task = trained_task(task, saved.state)
+    begun = plan.on(job.data(False, {}), job.where.device)
+    task = trained_task(begun, saved.state)
     w, seed = saved.state.weights.to(task.device), Seed.root(plan.seed).child("audit")
     if w.shape != task.initial.shape:
         raise ValueError(f"{job.path} holds {w.numel()} weights, its recipe's model has {task.layout.size}")
@@ -89,54 +169,105 @@ def _audited(
     clients = membership.took_part(job.ledger.rows)
     if not clients:
         raise ValueError(f"in {job.path} no client took part, so there are no members to find")
-    kind = "validation" if plan.task.validation else "test"
-    local = shadow.training(plan.method, job.ledger.rows, task, clients)
-    reached = membership.attack(task, w, clients, seed, delta, records, tell, kind=kind, local=local, shadows=shadows)
-    canary = None
-    if promise and promise.key == "privacy":
-        secret = private_root(plan.seed).child("audit") if job.where.insecure_test_noise else None
-        canary = mechanism.audit(task, plan.method, w, seed, secret, canaries, answers, tell)
-    sums = None
-    if secure := plan.method.noised_sum:
-        tell("noised sums of two updates")
-        size = min(plan.cohort.size, len(task.clients))
-        sums = users.audit(promise, secure, task.layout.size, size, seed)
-    broken = [sentence for each in (canary, sums) if each for sentence in each.broken()]
+    found = Audit(
+        saved.round, 0, delta, epsilon, {}, None, None, None, [], relation=promise.relation if promise else None
+    )
+    pictures: Drawn = {}
+    if {"inversion", "images"} & {*chosen}:
+        found, pictures = _messages(job, begun, chosen, named, how, found, tell)
+    if "membership" in chosen:
+        kind = "validation" if plan.task.validation else "test"
+        local = shadow.training(plan.method, job.ledger.rows, task, clients)
+        reached = membership.attack(
+            task, w, clients, seed, delta, records, tell, kind=kind, local=local, shadows=shadows
+        )
+        told = {"attacks": reached.attacks, "control": reached.control, "baseline": reached.baseline}
+        found = msgspec.structs.replace(found, records=reached.records, others=kind, shadows=shadows, **told)
+    if "dp" in chosen:
+        if named and not promise:
+            raise ValueError(f"--attacks has dp, but {job.path} promises no ε; leave dp out")
+        if promise and promise.key == "privacy":
+            secret = private_root(plan.seed).child("audit") if job.where.insecure_test_noise else None
+            canary = mechanism.audit(task, plan.method, w, seed, secret, canaries, answers, tell)
+            found = msgspec.structs.replace(found, mechanism=canary)
+        if secure := plan.method.noised_sum:
+            tell("noised sums of two updates")
+            size = min(plan.cohort.size, len(task.clients))
+            sums = users.audit(promise, secure, task.layout.size, size, seed)
+            found = msgspec.structs.replace(found, sums=sums)
+    broken = [sentence for each in (found.mechanism, found.sums) if each for sentence in each.broken()]
     if epsilon is not None:
         broken += [
             f"the attack by {name} rules out every ε below {each.epsilon:.4g}, but {epsilon:.4g} is charged"
-            for name, each in reached.attacks.items()
+            for name, each in found.attacks.items()
             if each.epsilon > epsilon
         ]
-    relation = promise.relation if promise else None
-    return membership.Audit(
-        saved.round,
-        reached.records,
-        delta,
-        epsilon,
-        reached.attacks,
-        reached.control,
-        reached.baseline,
-        canary,
-        broken,
-        relation,
-        sums,
-        kind,
-        shadows,
-    )
+    return msgspec.structs.replace(found, broken=broken), pictures
 
 
-def _write(path: Path, found: Audit) -> None:
-    from fedveil.report.figures import roc, svg
+def _messages(
+    job: Job, task: Task, chosen: Sequence[str], named: bool, how: Attack, found: Audit, tell: Tell
+) -> tuple[Audit, Drawn]:
+    """Attack the messages that a folder keeps. What is not possible is left out, or a ValueError where it is named."""
+    from fedveil.attacks import exposure, sets
+    from fedveil.attacks.estimate import nothing
+    from fedveil.attacks.seen import view
+    from fedveil.core.seeds import Seed
+    from fedveil.runs.messages import kept_rounds, read_round, read_truth
+
+    left_out: dict[str, str] = {}
+
+    def leave(part: str, why: str) -> None:
+        if named:
+            raise ValueError(why)
+        left_out[part] = why
+
+    try:
+        numbers = kept_rounds(job.path)
+    except ValueError as error:
+        for part in [part for part in ("inversion", "images") if part in chosen]:
+            leave(part, str(error))
+        return msgspec.structs.replace(found, left_out=left_out), {}
+    method = job.recipe.method
+    method.init_state(task)
+    rounds = [read_round(job.path, number, method) for number in numbers]
+    seen: Seen = view("server", task, method, Seed.root(job.recipe.seed), rounds)
+    truths: Truths = {number: read_truth(job.path, number) for number in numbers}
+    pictures: Drawn = {}
+    if "inversion" in chosen:
+        made = exposure.attempts(seen, how, tell)
+        if not made:
+            leave("inversion", nothing(method) or f"the messages of {method.name} say nothing about a gradient")
+        else:
+            control = None
+            if any(each.found for each in made):
+                control = exposure.control(task, how.inversion, seen.seed.child("audit", "control"), tell)
+            rows, drawn = exposure.scored(task, seen, made, truths, control)
+            found = msgspec.structs.replace(found, messages=rows)
+            pictures = {
+                kind: {"true": p.true, "rebuilt": p.found, "nearest other": p.nearest} for kind, p in drawn.items()
+            }
+    if "images" in chosen:
+        if not sets.has_sets(seen):
+            if named:
+                leave("images", f"the messages of {method.name} hold no synthetic records; leave images out")
+        else:
+            tell("synthetic sets")
+            found = msgspec.structs.replace(found, sets=[sets.exposed(task, seen, truths)])
+    return msgspec.structs.replace(found, left_out=left_out), pictures
+
+
+def _write(path: Path, found: Audit, pictures: Drawn) -> None:
+    from fedveil.report.figures import gallery, roc, svg
 
     (path / "audit.json").write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
     (path / "figures").mkdir(exist_ok=True)
-    drawn = {**found.attacks, "control": found.control}
-    curves = svg(roc({name: (each.fpr, each.tpr) for name, each in drawn.items()}))
-    (path / "figures" / "audit.svg").write_text(curves, encoding="utf-8")
-
-
-# ---------------------------------------------------------------------------------------------------- what is told
+    if found.curves:
+        curves = svg(roc({name: (each.fpr, each.tpr) for name, each in found.curves.items()}))
+        (path / "figures" / "audit.svg").write_text(curves, encoding="utf-8")
+    lines = {f"{kind}: {name}": images for kind, each in pictures.items() for name, images in each.items()}
+    if lines and next(iter(lines.values())).dim() == 4:
+        (path / "figures" / "inversion.svg").write_text(svg(gallery(lines)), encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -157,71 +288,3 @@ def _progress() -> Iterator[Callable[[str], object]]:
 
     with err.status("", spinner="dots") as line, using(observer=step):
         yield tell
-
-
-def _show(found: Audit) -> None:
-    """A row an attack, then what it means."""
-    table = Table("attack", box=None, pad_edge=False, padding=(0, 1))
-    for head in ("AUC", "95%", *(f"TPR at\n{rate.fpr:g} FPR" for rate in found.control.rates), "balanced", "ε ≥"):
-        table.add_column(head, justify="right")
-    for name, each in [*found.attacks.items(), ("baseline", found.baseline), ("control", found.control)]:
-        table.add_row(name, *_cells(each))
-    out.print(table)
-    for note in _notes(found):
-        out.out("\n" + textwrap.fill(note, out.width))
-    rows = [] if found.mechanism is None else list(_mechanism(found.mechanism))
-    rows += [] if found.sums is None else _sums(found.sums)
-    if found.epsilon is not None:
-        kept = "contradicted" if found.broken else "not contradicted, which proves nothing"
-        rows.append(("the run", f"ε = {found.epsilon:.4g} ({found.relation}, proved) at δ = {found.delta:g}: {kept}"))
-    if rows:
-        out.out("")
-        show.pairs(rows)
-
-
-def _notes(found: Audit) -> Iterator[str]:
-    from fedveil.attacks.membership import SUCCESS
-
-    others = f"{found.records} members and as many {found.others} records, as many of each class."
-    yield f"{others} ε is at δ = {found.delta:g}."
-    if found.others == "test":
-        yield "Test records may differ from training records in themselves; task.validation holds out some that do not."
-    if found.shadows:
-        yield f"lira trains {found.shadows} models and knows all these records, but not who is a member: a worst case."
-    if coarse := [rate.fpr for rate in found.attacks["loss"].rates if not rate.resolved]:
-        yield f"In brackets: no false one is allowed, as {max(coarse):g} of the others would be less than one."
-    if found.control.auc < SUCCESS:
-        yield f"The control reaches {found.control.auc:.2f} only, so what the attacks do not find says nothing."
-    if found.baseline.low > 0.5 or found.baseline.high < 0.5:
-        yield "The baseline is off 0.5: members and others differ in themselves, which is no leak of the run."
-
-
-def _mechanism(m: Mechanism) -> Iterator[tuple[str, str]]:
-    weak = "" if m.best_control > m.epsilon else ", too little to break the promise: use more --canaries"
-    yield "canaries", f"{m.canaries} in {m.steps} private gradients; {m.right} of {m.guesses} guesses are right"
-    yield "ε ruled out", f"{m.lower:.4g} (measured, 95%) at δ = {m.delta:.3g}"
-    if m.curve is not None:
-        guesses = f"{m.curve_right} of {m.curve_guesses} guesses"
-        yield "by the curve", f"{m.curve:.4g} (measured, 95%, for Gaussian noise) from {guesses}"
-    yield "ε charged", f"{m.epsilon:.4g} (add/remove, proved) for the same steps at the same δ"
-    yield "noise", f"{m.found:.4g} found, {m.most:.4g} at most (measured); the recipe's is {m.noise:g}"
-    yield "control", f"without noise, an ε of {m.best_control:.4g} is ruled out{weak}"
-
-
-def _sums(s: SumAudit) -> Iterator[tuple[str, str]]:
-    weak = "" if s.control > s.epsilon else ", too little to break the promise"
-    yield "sums", f"{s.trials} of each of two updates, with the noise of {s.clients} clients"
-    yield "ε ruled out", f"{s.lower:.4g} (measured, 95%) at δ = {s.delta:.3g}"
-    if s.curve is not None:
-        yield "by the curve", f"{s.curve:.4g} (measured, 95%, for Gaussian noise)"
-    yield "ε charged", f"{s.epsilon:.4g} ({s.relation}, proved) for one round"
-    yield "control", f"without noise, an ε of {s.control:.4g} is ruled out{weak}"
-
-
-def _cells(each: Figures) -> Iterator[str]:
-    yield f"{each.auc:.3f}"
-    yield f"{each.low:.3f}–{each.high:.3f}"
-    for rate in each.rates:
-        yield f"{rate.tpr:.3f}" if rate.resolved else f"({rate.tpr:.3f})"
-    yield f"{each.balanced:.3f}"
-    yield f"{each.epsilon:.2f}"

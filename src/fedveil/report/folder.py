@@ -22,7 +22,7 @@ from fedveil.report.figures import points, primary_among
 from fedveil.runs.folder import tallied
 
 if TYPE_CHECKING:
-    from fedveil.attacks.membership import Audit
+    from fedveil.attacks.audit import Audit
     from fedveil.privacy.account import Tally
 
 
@@ -177,10 +177,10 @@ def _tally(folder: Path, method: dict[str, Any]) -> Tally | None:
 
 
 def _audit(data: bytes) -> Audit:
-    from fedveil.attacks.membership import Audit
+    from fedveil.attacks.audit import Audit
 
     found = msgspec.json.decode(data, type=Audit)
-    for each in (*found.attacks.values(), found.control):
+    for each in found.on_members.values():
         if len(each.fpr) != len(each.tpr):
             raise ValueError("a curve has more rates of one kind than of the other")
         if not all(rate == 0 or 1e-9 < rate <= 1 for rate in (*each.fpr, *each.tpr)):

@@ -17,9 +17,10 @@ from fedveil.core.ledger import Ledger
 from fedveil.core.measures import METRICS
 from fedveil.core.metrics import VALIDATION, Primary, primary_of
 from fedveil.core.version import __version__
+from fedveil.report.audits import audits
 from fedveil.report.figures import look, size
 from fedveil.report.folder import Run
-from fedveil.report.leaks import attacks, audits, privacy, sums
+from fedveil.report.leaks import attacks, privacy, sums
 from fedveil.report.markup import cell, charts, figure, image, table
 from fedveil.report.words import duration, percent, verdict
 

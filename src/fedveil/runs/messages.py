@@ -30,6 +30,7 @@ WARNING = (
     "this run keeps its messages and, in truth/, which records each client used and its exact update; whoever can read "
     "the folder can attack these records"
 )
+Truths = Mapping[int, Mapping[int, Mapping[str, Tensor]]]  # by round, client and name
 _LENGTH = 8  # bytes that hold the length of a file's table
 
 
