@@ -35,7 +35,7 @@ Tell = Callable[[str], object]
 FOUND, NOT_FOUND, INCONCLUSIVE = "found", "not found", "inconclusive"
 CONTROLS = 8  # records on which the control is run
 WORKS = 0.5  # the share of them that it must identify
-SIMULATED = 40  # local steps up to which an attack goes through a client's training
+SIMULATED = 1280  # records in all local steps up to which an attack goes through a client's training
 PICTURED = 8  # records that are drawn
 MATCHING = Inversion(steps=1200, tv=1e-4, restarts=4, screen=100)
 
@@ -108,6 +108,7 @@ class Pictures:
 
 def attempts(seen: Seen, how: Attack, tell: Tell = lambda _: None, chosen_kinds: Sequence[str] = ()) -> list[Attempt]:
     """Attack the messages of each kind, or of some kinds. Nobody's records are looked at."""
+    tell("reading messages")
     found = [each for each in estimates(seen) if not chosen_kinds or each.kind in chosen_kinds]
     kinds = list(dict.fromkeys(each.kind for each in found))
     began, made = time.monotonic(), list[Attempt]()
@@ -164,7 +165,8 @@ def rebuilt(task: Task, target: Target, how: Inversion, seed: Seed, tell: Tell, 
         return Found(x, target.labels, torch.zeros(len(x)), True), "read off the first linear layer"
     steps = steps_of(target.local, target.records) if target.means == "update" and target.local else 1
     plain = target.local is not None and target.local.optimizer == "sgd" and not target.local.weight_decay
-    if 1 < steps <= SIMULATED and plain:
+    used = steps * min(target.local.step_size, target.records) if target.local else 0
+    if steps > 1 and used <= SIMULATED and plain:
         found = invert_epochs(task, target, how, Simulation(), seed, tell=tell, deadline=deadline)
         return found, f"a simulation of {steps} local steps"
     return invert(task, target, how, seed, tell=tell, deadline=deadline), "gradient matching"

@@ -41,7 +41,7 @@ def run(
     if name not in MATRICES:
         raise ValueError(f"--matrix is '{name}'; use {' or '.join(MATRICES)}")
     data, root = load(name), Seed.root(seed)
-    cases = list(matrix.cases(matrix.task_of(matrix.CONTROL, data, root).layout.size))
+    cases = list(matrix.cases())
     wanted = [case for case in cases if not only or any(part in title(case) for part in only)]
     if not wanted:
         raise ValueError(f"no row of the matrix has {' or '.join(map(repr, only))} in its name; leave --only out")

@@ -1,0 +1,74 @@
+"""What slopes give away: pictures rebuilt from K slopes a round, against K and the number of rounds.
+
+`python results/slopes.py --out results/exposure/slopes.json` runs BAFFLE on the digits with the small network of the
+matrix of attacks. Each of ten clients holds one record, and the server solves for its gradient and inverts it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import fedveil as fv
+from fedveil.attacks import matrix
+from fedveil.attacks.exposure import Attack, attempts, scored
+from fedveil.runs.fingerprint import environment
+
+SHARES = (0.01, 0.03, 0.1, 0.25, 0.5, 0.75, 1.0)  # of the weights: K / d
+ROUNDS = (1, 5, 20)
+
+
+def point(data: fv.Data, share: float, rounds: int, how: Attack, seed: fv.Seed) -> dict[str, Any]:
+    """One point of a curve: K = share × d directions a round, for so many rounds."""
+    case = matrix.Case("slopes", fv.FedSGD(), small=True)
+    task = matrix.task_of(case, data, seed)
+    directions = max(1, round(share * task.layout.size))
+    method = fv.Baffle(directions=directions)
+    case = matrix.Case("slopes", method, 1, rounds, small=True)
+    with TemporaryDirectory() as folder:
+        seen, truths, _ = matrix.played(case, task, seed, Path(folder))
+        made = attempts(seen, how, chosen_kinds=("slopes" if rounds == 1 else "slopes over rounds",))
+        (found,), _ = scored(task, seen, made, truths, None)
+    near = found.reached
+    assert near
+    assert near.psnr
+    told = {
+        "d": task.layout.size,
+        "K": directions,
+        "rounds": rounds,
+        "slopes / d": directions * rounds / task.layout.size,
+    }
+    told |= {
+        "cosine": found.cosine.value,
+        "psnr": near.psnr.value,
+        "psnr low": near.psnr.low,
+        "psnr high": near.psnr.high,
+    }
+    told |= {"identified": near.identified.value, "exact": near.exact.value}
+    for name, guess in found.baselines.items():
+        assert guess.psnr
+        told[f"{name}: psnr"] = guess.psnr.value
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file")
+    chosen = parser.parse_args()
+    data, how, seed = fv.load("digits"), Attack(victims=10, seconds=600), fv.Seed.root(0)
+    told = {"command": shlex.join(["python", *sys.argv]), **environment(device="cpu"), "seed": 0, "points": []}
+    for rounds in ROUNDS:
+        for share in SHARES:
+            told["points"].append(point(data, share, rounds, how, seed))
+            print(json.dumps(told["points"][-1]), flush=True)
+            chosen.out.parent.mkdir(parents=True, exist_ok=True)
+            chosen.out.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
