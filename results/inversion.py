@@ -144,7 +144,7 @@ def dlg(bench: Bench) -> dict[str, Any]:
 
 def cosine(bench: Bench) -> dict[str, Any]:
     task, rows = bench.task(convnet()), {}
-    how = bench.steps(Inversion(steps=1_200, tv=1e-2))
+    how = bench.steps(Inversion(steps=600))
     for n in (1, 4):
         x, y = bench.victims(n)
         found = invert(task, named(task, bench.seen(task, x, y)), how, SEED, tell=tell)
@@ -160,7 +160,7 @@ def read_off(bench: Bench) -> dict[str, Any]:
 
 def wrong(bench: Bench) -> dict[str, Any]:
     (x, y), rows = bench.victims(1), {}
-    for name, model, how in (("dlg", lenet(), DLG), ("cosine", convnet(), Inversion(steps=300))):
+    for name, model, how in (("dlg", lenet(), replace(DLG, steps=600)), ("cosine", convnet(), Inversion(steps=300))):
         task = bench.task(model)
         target = bench.seen(task, x, y)
         target = named(task, replace(target, vector=random_like(target.vector)))
@@ -178,7 +178,7 @@ def several_steps(bench: Bench) -> dict[str, Any]:
     w, plan = task.initial.expand(bench.count, -1), order(local, 4, seeds, bench.count).to(x.device)
     update = simulate(task, w, x, y, local, plan).detach()
     target = Target(w, update, "update", 4, y, local)
-    how = bench.steps(Inversion(steps=400, tv=1e-2))
+    how = bench.steps(Inversion(steps=300))
     for name, own in (("known order", False), ("own records an epoch", True)):
         known = None if own else seeds
         found = invert_epochs(task, target, how, Simulation(own_epochs=own), SEED, shuffles=known, tell=tell)

@@ -101,7 +101,7 @@ class Inversion:
     kind: str = "cosine"
     steps: int = 4_800
     lr: float = 0.1
-    tv: float = 1e-2
+    tv: float = 1e-3
     restarts: int = 1
     screen: int = 0
     boxed: bool = True
@@ -115,7 +115,7 @@ class Inversion:
             )
 
 
-DLG = Inversion("dlg", steps=6_000, lr=1.0, tv=0.0, restarts=4, screen=300, boxed=False)
+DLG = Inversion("dlg", steps=8_000, lr=1.0, tv=0.0, restarts=4, screen=300, boxed=False)
 
 
 def invert(
