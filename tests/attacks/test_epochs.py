@@ -9,7 +9,7 @@ from torch import nn
 
 import fedveil as fv
 from codec_tools import stack_of
-from fedveil.attacks.epochs import Simulation, apart, invert_epochs, order, simulate
+from fedveil.attacks.epochs import Simulation, apart, invert_epochs, joined, order, simulate
 from fedveil.attacks.inversion import Inversion, Target
 from fedveil.attacks.scores import Pool, score
 from inversion_tools import DATA, SEED, blind, task
@@ -104,6 +104,11 @@ def test_the_prior_does_not_know_the_order_of_records():
     x = torch.randn(2, 1, 4, 1, 8, 8, generator=SEED.torch())
     assert apart(torch.cat([x, x.flip(2)], 1)).tolist() == pytest.approx([0, 0], abs=1e-10)
     assert float(apart(torch.cat([x, x + 1], 1)).min()) == pytest.approx(0.5)
+
+
+def test_records_of_all_epochs_are_matched_and_averaged():
+    x = torch.randn(4, 1, 8, 8, generator=SEED.torch())
+    torch.testing.assert_close(joined(torch.stack([x, x[[2, 0, 3, 1]] + 0.03, x[[1, 3, 0, 2]]])), x + 0.01)
 
 
 def test_what_cannot_be_simulated_is_one_sentence():

@@ -163,6 +163,38 @@ def test_a_target_that_does_not_fit_is_one_sentence(changes, sentence):
         replace(target, **changes)
 
 
+class Once(torch.autograd.Function):
+    """The sigmoid, which can be differentiated once only."""
+
+    @staticmethod
+    def forward(x):
+        return x.sigmoid()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, slope):
+        if torch.is_grad_enabled():
+            raise RuntimeError("no derivative of the derivative")
+        return slope * ctx.saved_tensors[0] * (1 - ctx.saved_tensors[0])
+
+
+class Layer(nn.Module):
+    def forward(self, x):
+        return Once.apply(x)
+
+
+def test_a_model_that_cannot_be_differentiated_twice_is_one_sentence():
+    with pytest.warns(UserWarning, match="cannot be stacked"):
+        net = task(nn.Flatten(), nn.Linear(64, 10), Layer())
+    with pytest.raises(
+        ValueError, match=r"differentiates the model twice, and that fails here \(no derivative of the derivative\)\."
+    ):
+        invert(net, seen(net, 1)[0], COSINE, SEED)
+
+
 def test_settings_that_cannot_be_are_one_sentence():
     with pytest.raises(ValueError, match="kind is 'adam'; use dlg or cosine"):
         Inversion("adam")

@@ -77,7 +77,7 @@ def invert_epochs(
     if not simulation.own_epochs:
         return search(task, target, how, seed, (), distance, tell, deadline)
     found = search(task, target, how, seed, (epochs,), distance, tell, deadline)
-    return replace(found, x=torch.stack([_joined(own) for own in found.x]))
+    return replace(found, x=torch.stack([joined(own) for own in found.x]))
 
 
 def order(local: LocalTraining, n: int, shuffles: Sequence[Seed] | None, victims: int) -> Tensor:
@@ -126,7 +126,7 @@ def apart(x: Tensor) -> Tensor:
     return 2 * told.var(1, correction=0).mean(1)  # of all pairs
 
 
-def _joined(x: Tensor) -> Tensor:
+def joined(x: Tensor) -> Tensor:
     """One set of records from that of each epoch [epochs, n, …]: matched to the first epoch's, and averaged."""
     first = x[0].cpu()
     return torch.stack([own[matching(own.cpu(), first).to(x.device)] for own in x]).mean(0)

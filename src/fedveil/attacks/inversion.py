@@ -4,7 +4,8 @@
 squared distance, L-BFGS. `cosine` is Inverting Gradients (Geiping et al. 2020, eq. 4): 1 - cosine plus total
 variation, Adam on the signs of the slopes, pixels kept in their range. All victims and restarts are one stack.
 
-Nothing here looks at the records of the task. Of several restarts the one with the lowest loss is kept.
+Nothing here looks at the records of the task. Of several restarts the one with the lowest loss is kept. The model works
+as in evaluation: where clients train with dropout or with statistics of their batches, the match is approximate.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Inversion:
     kind:     "dlg" or "cosine"
     steps:    of the optimizer
     lr:       its learning rate; 1 for L-BFGS
-    tv:       the weight of total variation, for pictures
+    tv:       the weight of total variation, for pictures; estimates with noise need more than exact gradients
     restarts: random beginnings of each victim, of which the best is kept
     screen:   steps after which only the best of these goes on, for all `steps`; with 0 all go on to the end
     boxed:    whether pixels are kept between black and white
@@ -101,7 +102,7 @@ class Inversion:
     kind: str = "cosine"
     steps: int = 4_800
     lr: float = 0.1
-    tv: float = 1e-2
+    tv: float = 1e-3
     restarts: int = 1
     screen: int = 0
     boxed: bool = True
@@ -115,7 +116,7 @@ class Inversion:
             )
 
 
-DLG = Inversion("dlg", steps=6_000, lr=1.0, tv=0.0, restarts=4, screen=300, boxed=False)
+DLG = Inversion("dlg", steps=8_000, lr=1.0, tv=0.0, restarts=4, screen=300, boxed=False)
 
 
 def invert(
@@ -256,7 +257,7 @@ def _descend(
 
 
 def _probe(slopes: Callable[[], object]) -> None:
-    """Raise a ValueError where the model has no second derivatives."""
+    """Raise a ValueError where the model cannot be differentiated twice."""
     try:
         slopes()
     except torch.OutOfMemoryError:
@@ -264,7 +265,7 @@ def _probe(slopes: Callable[[], object]) -> None:
     except (RuntimeError, NotImplementedError) as error:
         reason = first_line(error)
         raise ValueError(
-            f"gradient matching needs second derivatives, and this model fails there ({reason})"
+            f"Gradient matching differentiates the model twice, and that fails here ({reason})."
         ) from error
 
 

@@ -85,7 +85,7 @@ def _one(g: Tensor, weight: Layer | None, bias: Layer | None, classes: int) -> T
         return g[:, bias.start : bias.stop]
     assert weight
     slopes = g[:, weight.start : weight.stop].view(len(g), classes, -1)  # (p - 1[y]) hᵀ
-    left = torch.linalg.svd(slopes, full_matrices=False)[0][:, :, 0]
+    left: Tensor = torch.linalg.svd(slopes, full_matrices=False)[0][:, :, 0]
     largest = left.gather(1, left.abs().argmax(1, keepdim=True))
     return left * -largest.sign()  # the entry of the label is as large as all others together, and negative
 

@@ -61,12 +61,12 @@ class Lbfgs:
         steps = [self._at((self._newest - k) % HISTORY) for k in range(known)]
         rest, shares = -slope, []
         for move, turn, weight in steps:
-            share = weight * (move * rest).sum(1, keepdim=True)
-            rest = rest - share * turn
+            share = weight * torch.linalg.vecdot(move, rest)[:, None]
+            rest.addcmul_(share, turn, value=-1)
             shares.append(share)
-        rest = rest * self._scale
+        rest *= self._scale
         for (move, turn, weight), share in zip(reversed(steps), reversed(shares), strict=True):
-            rest = rest + move * (share - weight * (turn * rest).sum(1, keepdim=True))
+            rest.addcmul_(share - weight * torch.linalg.vecdot(turn, rest)[:, None], move)
         return rest
 
     def _at(self, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -208,7 +208,7 @@ def ssim(a: Tensor, b: Tensor) -> Tensor:
     mean_a, mean_b, sample = mean(a), mean(b), size**2 / max(size**2 - 1, 1)
     var_a, var_b = ((mean(x * x) - m * m) * sample for x, m in ((a, mean_a), (b, mean_b)))
     both = (mean(a * b) - mean_a * mean_b) * sample
-    similar = (2 * mean_a * mean_b + K1**2) * (2 * both + K2**2)
+    similar: Tensor = (2 * mean_a * mean_b + K1**2) * (2 * both + K2**2)
     similar = similar / ((mean_a**2 + mean_b**2 + K1**2) * (var_a + var_b + K2**2))
     return similar.flatten(1).mean(1).float()
 
