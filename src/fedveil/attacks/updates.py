@@ -85,7 +85,7 @@ def _decoded(
                 continue
             records = answer.records if up.counted else None
             means, vector = _meaning(
-                task, method, up.codec, w, rows["update"][i], kept.round, getattr(answer, "weight", None)
+                task, method, up.codec, w, rows[names[0]][i], kept.round, getattr(answer, "weight", None)
             )
             yield Estimate(kept.round, (client,), w, vector, means, kind, records)
             if isinstance(method, Scaffold) and controls is not None:
