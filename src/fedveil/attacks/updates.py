@@ -142,7 +142,7 @@ def loss_to_the(q: float, h: float, norm: float, lr: float, public: float) -> fl
             middle = (low + high) / 2
             low, high = (middle, high) if told(middle) < h else (low, middle)
         found.append(low)
-    return math.exp(q * min(found, key=lambda log: abs(log - math.log(public))))
+    return math.exp(q * min(found, key=lambda log: abs(log - math.log(max(public, 1e-30)))))
 
 
 # ---------------------------------------------------------------------------------------------------- codes
