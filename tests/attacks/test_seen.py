@@ -1,5 +1,8 @@
 """What an adversary gets: messages and public things, and of records and the server's state no more than its role."""
 
+import gc
+import types
+
 import pytest
 import torch
 
@@ -28,6 +31,23 @@ def test_a_task_that_is_shown_has_nobodys_records():
     w, x, y = task.initial[None], task.test_x[None, :5], task.test_y[None, :5]
     ones = torch.ones(1, 5)
     assert torch.equal(shown.fast_gradient(w, x, y, ones)[0], task.fast_gradient(w, x, y, ones)[0])
+
+
+def test_nothing_that_is_shown_leads_to_records_or_to_who_has_them(tmp_path):
+    """Follow every reference from what an adversary gets, after a run has filled all caches of the task."""
+    task = image_task()
+    seen, _ = attacked(tmp_path, task, fv.FedAvg(FULL), keep="2")
+    hidden = {id(each) for each in (task, task.x, task.y, task.data, task.data.x, task.data.y, task.clients)}
+    hidden |= {id(task.clients.order), id(task.clients.starts)}
+    left, met = [seen], set()
+    while left:
+        each = left.pop()
+        if id(each) in met or isinstance(each, (type, types.ModuleType, types.FunctionType)):
+            continue
+        met.add(id(each))
+        assert id(each) not in hidden, type(each)
+        left += gc.get_referents(each)
+    assert id(task.test_x) in met, "the walk comes through"
 
 
 def test_the_server_has_all_messages_and_its_state(tmp_path):

@@ -68,6 +68,15 @@ def test_weights_keys_and_batches_of_each_client_are_those_it_used(tmp_path, met
     assert min(scores(tmp_path, method, rounds=2)) > 0.99
 
 
+@pytest.mark.parametrize("down", ["weights", "replay"])
+def test_weights_are_those_in_training_before_the_step(tmp_path, down):
+    server = fv.ServerOptimizer("adam", 0.1, ema=0.9 if down == "weights" else 0.0)
+    seen, _ = attacked(tmp_path, image_task(), fv.Baffle(directions=4, down=down, server=server), rounds=2)
+    for each in estimates(seen):
+        before = server.training(seen.rounds[each.round - 1].state)
+        assert torch.equal(each.weights, before.weights)
+
+
 def test_layers_that_are_not_trained_are_zero_and_the_others_are_found(tmp_path):
     task = image_task()
     layers = [layer for layer in task.layout.layers if layer.name.startswith("3.")]

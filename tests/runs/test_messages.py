@@ -8,6 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 import fedveil as fv
+from codec_tools import stack_of
 from fedveil.cli import app
 from fedveil.core import message
 from fedveil.core.method import State
@@ -65,6 +66,29 @@ def test_batches_of_slopes_are_told_record_by_record(tmp_path):
     for client, truth in read_truth(tmp_path, 3).items():
         assert len(truth["records"]) == 2
         assert set(truth["records"].tolist()) <= set(task.clients[client].tolist())
+
+
+def test_records_are_told_of_weak_and_other_clients_of_a_secure_sum(tmp_path):
+    """Clients of unlike K answer in stacks of their own, each of which has records of its own."""
+    method = fv.Baffle(directions=4, weak=2, batch=2, secure=fv.SecureSum(clip=16.0))
+    task = keep(tmp_path, method)
+    assert len({method.count(client) for client in range(4)}) == 2
+    for number in (2, 3):
+        truth = read_truth(tmp_path, number)
+        assert len(truth) == 3
+        for client, own in truth.items():
+            assert len(own["records"]) == 2
+            assert set(own["records"].tolist()) <= set(task.clients[client].tolist())
+
+
+def test_a_part_of_a_stack_reveals_nothing_of_the_others():
+    stack = stack_of(linear_task(), 0, 1, 2)
+    stack.witnessed = True
+    stack.reveal(update=torch.eye(3))
+    part = stack.part([2])
+    part.reveal(update=torch.ones(1, 3))
+    assert torch.equal(stack.truth["update"], torch.eye(3))
+    assert torch.equal(part.truth["update"], torch.ones(1, 3))
 
 
 def test_keeping_changes_no_result(tmp_path):

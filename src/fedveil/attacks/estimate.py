@@ -143,8 +143,8 @@ def gradient(task: Task, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
 def truth_of(task: Task, estimate: Estimate, truth: Truth) -> Tensor:
     """Return the true counterpart of an estimate, [d]: the client's update, or the gradient over its records.
 
-    The counterpart of a sum is the mean over its clients, by records unless they count the same. Only scores may depend
-    on it.
+    The counterpart of a sum is the mean over its clients, by records unless they count the same. With DP-SGD an update
+    is what private training led to, noise included. Only scores may depend on it.
 
     task:  with the records
     truth: of the estimate's round

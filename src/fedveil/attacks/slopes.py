@@ -143,8 +143,8 @@ def _solve(gram: Tensor, s: Tensor) -> Tensor:
 def of_the_mean(seen: Seen, number: int, descent: Tensor) -> Tensor:
     """Return the smallest gradient [d] that has the clients' mean slopes, from the gradient [d] that the server used.
 
-    That is Σ c_k z_k with c_k = Σ_c (n_c / N) s_ck / K_c (eq. 7), of which Z gives the c_k back. Directions that only
-    some clients probed are left out. Entries that the server clipped have scaled all of it, which changes no direction.
+    The server used Σ c_k z_k with c_k = Σ_c (n_c / N) s_ck / K_c (eq. 7). The c_k solve Z Zᵀ c = Z Σ c_k z_k. Directions
+    that only some clients probed are left out. Where the server clipped, the length is that of the clipped gradient.
     """
     method = seen.method
     assert isinstance(method, Baffle)

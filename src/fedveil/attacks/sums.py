@@ -29,8 +29,11 @@ from fedveil.train.trainers import FullGradient, PrivateFullGradient
 
 
 def sums(seen: Seen, index: int) -> list[Estimate]:
-    """Return the mean of the round `seen.rounds[index]`, for an adversary that has no client's own message: a server
-    after a secure sum, or a client. None where the step cannot be undone."""
+    """Return an estimate of the mean of the round `seen.rounds[index]`.
+
+    It is for adversaries that hold no other client's message: the server after a secure sum, or a client. The list is
+    empty where clients answered in the clear, the round was lost, or the server's step cannot be undone.
+    """
     kept = seen.rounds[index]
     clients = next((tuple(each.question.alive) for each in kept.messages if isinstance(each.question, Unmask)), ())
     own_view = seen.adversary == "client"

@@ -85,7 +85,7 @@ def _decoded(
                 continue
             records = answer.records if up.counted else None
             means, vector = _meaning(
-                task, method, up.codec, w, rows["update"][i], kept.round, getattr(answer, "weight", None)
+                task, method, up.codec, w, rows[names[0]][i], kept.round, getattr(answer, "weight", None)
             )
             yield Estimate(kept.round, (client,), w, vector, means, kind, records)
             if isinstance(method, Scaffold) and controls is not None:
@@ -142,7 +142,7 @@ def loss_to_the(q: float, h: float, norm: float, lr: float, public: float) -> fl
             middle = (low + high) / 2
             low, high = (middle, high) if told(middle) < h else (low, middle)
         found.append(low)
-    return math.exp(q * min(found, key=lambda log: abs(log - math.log(public))))
+    return math.exp(q * min(found, key=lambda log: abs(log - math.log(max(public, 1e-30)))))
 
 
 # ---------------------------------------------------------------------------------------------------- codes
