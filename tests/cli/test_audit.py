@@ -24,7 +24,7 @@ PRIVATE = [
     *("--set", "method.privacy.noise=2.0", "--set", "method.privacy.delta=1e-3", "--set", "method.local.steps=10"),
     *("--set", "rounds=1", "--set", "cohort.size=2", "--device", "cpu", "--insecure-test-noise"),
 ]
-FEW = ["--canaries", 600]
+FEW = ["--canaries", 600, "--shadows", 0]
 
 
 @pytest.fixture(autouse=True)
@@ -47,20 +47,22 @@ def test_a_run_without_a_promise_is_attacked_and_the_page_about_it_is_true():
     good(*commands[0].split(), "--device", "cpu")
     shown = good(*commands[1].split())
     found = msgspec.json.decode(Path("runs/overfitted/audit.json").read_bytes(), type=Audit)
-    assert (found.round, found.records, found.epsilon, found.mechanism, found.broken) == (1, 36, None, None, [])
+    assert (found.round, found.records, found.epsilon, found.mechanism, found.broken) == (1, 180, None, None, [])
+    assert (found.others, found.shadows, "lira" in found.attacks) == ("validation", 16, True)
     for name, each in [*found.attacks.items(), ("control", found.control), ("baseline", found.baseline)]:
-        row = name + r" +(0\.\d{3}) +(0\.\d{3})–([01]\.\d{3}) +\(0\.\d{3}\) +\(0\.\d{3}\) +0\.\d{3} +\d\.\d\d$"
+        row = name + r" +(0\.\d{3}) +(0\.\d{3})–([01]\.\d{3}) +\(0\.\d{3}\) +\(?0\.\d{3}\)? +0\.\d{3} +\d\.\d\d$"
         printed = re.search(f"^{row}", shown, re.M)
         assert [float(value) for value in printed.groups()] == pytest.approx([each.auc, each.low, each.high], abs=1e-3)
         assert float(re.search(f"^    {row}", PAGE, re.M)[1]) == pytest.approx(each.auc, abs=0.02)
-    assert found.attacks["loss"].low > 0.5
-    assert "no false one is allowed, as 0.01 of the others" in " ".join(shown.split())
+    assert 0.5 < found.attacks["loss"].low < found.attacks["lira"].low
+    assert "180 members and as many validation records" in shown
+    assert "no false one is allowed, as 0.001 of the others" in " ".join(shown.split())
     assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_figures_are_printed_as_json_and_drawn(monkeypatch):
     good("run", "digits/fedavg", *SMALL, "--out", "a", "--format", "json")
-    found = good("audit", "a", "--records", 200, "--format", "json")
+    found = good("audit", "a", "--records", 200, "--shadows", 0, "--format", "json")
     assert found["records"] <= 200
     assert set(found["attacks"]) == {"loss", "calibrated", "gradient"}
     assert found["control"]["auc"] > 0.8
@@ -70,7 +72,10 @@ def test_figures_are_printed_as_json_and_drawn(monkeypatch):
     assert drawn.startswith("<svg")
     assert "false-positive rate" in drawn
     monkeypatch.setattr(membership, "CONTROL_STEPS", 0)
-    shown = " ".join(good("audit", "a").split())
+    shown = " ".join(good("audit", "a", "--shadows", 4).split())
+    assert re.search(r"\blira 0\.\d{3}", shown)
+    assert "as many test records" in shown
+    assert "Test records may differ from training records in themselves; task.validation holds out some" in shown
     assert re.search(r"The control reaches 0\.\d\d only, so what the attacks do not find says nothing", shown)
     assert "The baseline" not in shown
 
@@ -94,6 +99,7 @@ def test_a_promise_that_holds_is_exit_code_0_and_the_same_figures_again(private,
     result = fv("audit", private, *FEW)
     assert result.exit_code == 0, (result.stderr, result.exception)
     assert re.search(r"^ε ruled out +\d\S* \(measured, 95%\) at δ = 8.33e-06$", result.stdout, re.M)
+    assert re.search(r"^by the curve +\d\S* \(measured, 95%, for Gaussian noise\) from \d+ of \d+ gues", result.stdout, re.M)
     assert re.search(r"^ε charged +\d\S* \(add/remove, proved\) for the same steps at the same δ$", result.stdout, re.M)
     assert re.search(r"^the run +ε = \S+ \(add/remove, proved\) at δ = 0.001: not contradicted", result.stdout, re.M)
     assert "attack on record 0/288" in result.stderr
@@ -137,6 +143,7 @@ def test_an_attack_that_finds_everybody_contradicts_the_promise_and_a_weak_audit
 def test_what_cannot_be_audited_is_one_sentence(private, monkeypatch):
     assert "holds no run" in sentence("audit", "nowhere")
     assert "--records is at least 100" in sentence("audit", private, "--records", 1)
+    assert "there are 3 shadow models; use an even number" in sentence("audit", private, "--shadows", 3)
     assert "10 canaries tell nothing" in sentence("audit", private, "--canaries", 10)
     monkeypatch.setattr(mechanism, "LENGTH", 0.0)
     assert "without noise a canary adds" in sentence("audit", private, *FEW)

@@ -6,8 +6,8 @@ to the answer and the ε that is charged, while every private gradient is overhe
 these it is guessed which canaries are in.
 
 More right guesses than (ε, δ) allows contradict the ε (Steinke, Nasr and Jagielski 2023). Fewer are enough to
-contradict the trade-off curve of the noise, which says more than one pair (ε, δ) does (`tradeoff`). The deviation of what
-is overheard is the noise that was really there.
+contradict the trade-off curve of the noise, which says more than one pair (ε, δ) does (see `tradeoff`). The deviation
+of what is overheard is the noise that was really there.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ def halves(records: int, models: int, seed: Seed) -> npt.NDArray[np.bool_]:
 def train(
     task: Task, pool: Records, included: npt.NDArray[np.bool_], local: LocalTraining, seed: Seed
 ) -> list[tuple[Task, Tensor]]:
-    """Train a model on each half of a pool, all of them as one stack. Returns, for each, the task with its statistics of
-    batch norm layers, and its weights [d]."""
+    """Train a model on each half of a pool, all of them as one stack. Returns, for each, the task with its batch norm
+    statistics, and its weights [d]."""
     held = [np.flatnonzero(own) for own in included]
     split = Split(np.concatenate(held), np.cumsum([0, *map(len, held)]), "shadows")
     shadows = task.at(task.norms.values)  # a copy without compiled steps, which read the records of the task
