@@ -2,9 +2,9 @@
 
 The gradient of a linear layer with inputs x_1 … x_b is Σ δ_i x_iᵀ, so its rows lie in the span of the inputs. If there
 are fewer of them than the layer is wide, the span is not the whole space, and a vector that lies in it was almost
-surely an input (sections 4.1 and 4.2). In the first attention layer an input depends on one token and its position
-alone, so every pair can be tried. In the second layer it depends on other tokens too, which tells the sequences apart
-(section 4.3).
+surely an input. In the first attention layer an input depends on one token and its position alone, so every pair can be
+tried. In the second layer it depends on other tokens too, which tells the sequences apart: greedily for decoders,
+exhaustively for encoders.
 
 The attack stops working where a batch has about as many different pairs of token and position as the layer is wide,
 where clients take several steps or drop units, and where noise or a lossy code moves the gradient out of the span.
