@@ -150,11 +150,12 @@ def test_weights_that_are_not_planted_give_nothing_away():
 
 def test_recovered_is_within_a_ten_thousandth_of_the_variance():
     own = records(0)
-    spread = own.var(0).mean().sqrt()
+    spread = own.std()
     for error, near in ((0.005, True), (0.02, False)):
         changed = own.flip(0) + error * spread * torch.randn(own.shape, generator=SEED.torch())
         assert recovered(changed, own).tolist() == [near] * RECORDS
     assert not recovered(own[:0], own).any()
+    assert recovered(own[:1], own[:1]).all()
     assert expected(1, 10) == 1
     assert expected(3, 10) == pytest.approx(0.81)
 
@@ -251,3 +252,8 @@ def test_a_model_without_a_suitable_layer_is_named(model):
     other = fv.Task(model(), data, task().clients)
     with pytest.raises(ValueError, match=r"planting needs an nn.Sequential .* and this model begins with \w+.*; give"):
         plant(other, other.initial, other.test_x, SEED)
+
+
+def test_a_pool_that_tells_no_quantiles_is_named():
+    with pytest.raises(ValueError, match="the pool's 2 records measure alike, which tells no quantiles; give more"):
+        plant(task(), task().initial, task().test_x[[0, 0]], SEED)

@@ -169,7 +169,8 @@ class SetFigures(msgspec.Struct, frozen=True):
 
     @property
     def found(self) -> bool:
-        """Whether an attack tells members from others better than chance, with confidence."""
+        """Whether an attack is better than chance beyond its interval. Three attacks find something where there is
+        nothing in up to 7.5% of all sets."""
         tests = [self.nearest, self.likelihood] if self.likelihood else [self.nearest]
         return any(each.low > 0.5 for each in tests) or self.matched_low > self.chance
 

@@ -4,12 +4,14 @@ This is an attack. It measures how much your own clients expose to a server that
 other use. No method or recipe plants weights; only a caller of this module does.
 
 The first linear layer becomes an imprint module. All its rows are one measurement h, and its biases are minus the
-quantiles c_1 < … < c_M of h·x, so that ReLU lets a record through to the rows whose quantile it exceeds. The rows
-behind it give every record the same slope δ in each row. The gradients of two adjacent rows then differ by the records
-between their quantiles, and a record that is alone there is (∂L/∂W_i - ∂L/∂W_{i+1}) / (∂L/∂b_i - ∂L/∂b_{i+1})
-(section 3). An update of one plain step is a multiple of the gradient and serves as well, and so does the sum of many
-clients' updates: a secure sum does not stop this attack, it only fills the bins. Several local steps move the
-quantiles, so that each further one spoils more of the records.
+quantiles c_1 < … < c_M of h·x, so that ReLU lets a record through to the rows whose quantile it exceeds. The layer
+after it gives a record the same slope δ in all of these rows. The gradients of two adjacent rows therefore differ by
+the records between their quantiles, and a record that is alone there is
+(∂L/∂W_i - ∂L/∂W_{i+1}) / (∂L/∂b_i - ∂L/∂b_{i+1}) (proposition 1).
+
+An update of one plain step is a multiple of the gradient and serves as well. So does the sum of many clients' updates:
+a secure sum does not stop this attack, it only fills the bins. Each further local step moves the quantiles and spoils
+more records.
 """
 
 from __future__ import annotations
@@ -90,6 +92,8 @@ def plant(task: Task, w: Tensor, pool: Tensor, seed: Seed) -> Tensor:
     bins, inputs = parts[names.rows].shape
     h = torch.randn(inputs, generator=seed.torch()).to(pool) / inputs
     measured = pool.flatten(1) @ h
+    if len(pool) < 2 or not float(measured.std()):
+        raise ValueError(f"the pool's {len(pool)} records measure alike, which tells no quantiles; give more records")
     normal = NormalDist(float(measured.mean()), float(measured.std()))
     edges = [normal.mean - LOWEST * normal.stdev, *(normal.inv_cdf(i / bins) for i in range(1, bins))]
     # The slopes do not depend on the length of h: a small one keeps the outputs, and with them the slopes, alike.
@@ -149,12 +153,12 @@ def rob(
 def recovered(found: Tensor, records: Tensor) -> Tensor:
     """Tell which of `records` [n, *input] are among those `found` [R, *input], bool [n].
 
-    A record is, if the mean squared error of the nearest is below `EXACT` of the variance of the records' entries.
+    A record is, if the mean squared error of the nearest is below `EXACT` of the variance of all records' entries.
     """
     if not len(found):
         return torch.zeros(len(records), dtype=torch.bool, device=records.device)
     error = closest(records, found)[1].square() / records[0].numel()
-    return error < EXACT * records.var(0).mean()
+    return error < EXACT * records.var()
 
 
 def expected(records: int, bins: int) -> float:

@@ -2,12 +2,13 @@
 
 The gradient of a linear layer with inputs x_1 … x_b is Σ δ_i x_iᵀ, so its rows lie in the span of the inputs. If there
 are fewer of them than the layer is wide, the span is not the whole space, and a vector that lies in it was almost
-surely an input (sections 4.1 and 4.2). In the first attention layer an input depends on one token and its position
-alone, so every pair can be tried. In the second layer it depends on other tokens too, which tells the sequences apart
-(section 4.3).
+surely an input. In the first attention layer an input depends on one token and its position alone, so every pair can be
+tried. In the second layer it depends on other tokens too, which tells the sequences apart: greedily for decoders,
+exhaustively for encoders.
 
 The attack stops working where a batch has about as many different pairs of token and position as the layer is wide,
-where clients take several steps or drop units, and where noise or a lossy code moves the gradient out of the span.
+where clients drop units of the embeddings, and where noise or a sparse code moves the gradient out of the span. Several
+local steps and 8-bit quantisation blur the span but need not hide what lies in it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from fedveil.core.task import Task
 RANK = 1e-7  # of the largest singular value: smaller ones are the rounding of a float32 gradient
 FLOOR = 10.0  # times the smallest singular value: where there is coarser rounding, as of an update, it is about even
 FLAT = 1e-5  # of the largest singular value: if the smallest is above, the gradient has full rank
-NEAR = 1e-3  # the share of an input's norm that may lie outside of the span
+NEAR = 1e-3  # the share of an input's norm that may lie outside of the span, in a gradient without noise
+GAP = 10.0  # between the shares of inputs that were there and of those that were not, if the gradient is noisy
 TRIED = 1 << 14  # sequences that are tried at most
 AT_ONCE = 256  # sequences in one pass of the model
 TOKENS = 8  # by which it is checked that an input depends on one token
@@ -176,7 +178,7 @@ def recover(
     length: int | None = None,
     frame: Frame = lambda tokens: tokens,
     layers: tuple[Projection, Projection | None] | None = None,
-    near: float = NEAR,
+    near: float | None = None,
 ) -> Found:
     """Find the tokens, and if possible the sequences, of the batch whose gradient [d] at `w` [d] this is.
 
@@ -184,7 +186,8 @@ def recover(
     length:     T, of a sequence; by default that of the task's records
     frame:      turns tokens [B, T] into records, where a record is more than tokens
     layers:     the projections that are looked at; by default those of `projections`
-    near:       a pair was there if less than this share of its input's norm lies outside of the span
+    near:       a pair was there if less than this share of its input's norm lies outside of the span; by default the
+                attack looks for a gap in the shares
     """
     length = task.data.input[0] if length is None else length
     every = torch.arange(vocabulary, device=task.device)[:, None].expand(-1, length)
@@ -192,6 +195,7 @@ def recover(
     _require_own(task, w, first, every, frame)
     basis, flat = first.span(task, gradient)
     outside = torch.cat([_outside(first.inputs(task, w, part, frame), basis) for part in every.split(AT_ONCE)])
+    near = _threshold(outside) if near is None else near
     inside = outside < near
     tokens = [column.nonzero()[:, 0].tolist() for column in inside.T]
     full = bool(inside.all()) or (flat and not inside.any())
@@ -199,6 +203,7 @@ def recover(
     if not full and all(len(each) == 1 for each in tokens):
         sequences = [tuple(each[0] for each in tokens)]
     elif not full and all(tokens) and second:
+        near = max(NEAR, 3 * float(outside[inside].max()))  # what belongs together lies about as near
         sequences = _assemble(task, w, second, second.span(task, gradient)[0], tokens, frame, near)
     return Found(len(basis), basis.shape[1], outside, tokens, sequences, full)
 
@@ -207,6 +212,17 @@ def touched(task: Task, gradient: Tensor, name: str) -> list[int]:
     """Return the tokens of a batch, from a gradient [d], if the embedding of that name is trained and not tied: only
     their rows have a gradient."""
     return task.layout.split(gradient)[name].flatten(1).any(1).nonzero()[:, 0].tolist()
+
+
+def _threshold(outside: Tensor) -> float:
+    """The middle of the highest gap of a factor of `GAP` among shares outside of the span; `NEAR` if there is none.
+
+    Several steps and rough codes blur the span: what was there lies a percent or two outside. The rest lies much
+    further away as long as the span is far from the whole space.
+    """
+    shares = outside.flatten().clamp(min=1e-12).log().sort().values
+    gaps = ((shares[1:] - shares[:-1] > math.log(GAP)) & (shares[1:] > math.log(NEAR))).nonzero()[:, 0]
+    return math.exp(float(shares[gaps[-1]] + shares[gaps[-1] + 1]) / 2) if len(gaps) else NEAR
 
 
 def _require_own(task: Task, w: Tensor, layer: Projection, every: Tensor, frame: Frame) -> None:
