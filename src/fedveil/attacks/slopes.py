@@ -2,8 +2,8 @@
 
 A client answers with s_k = (L(w + σ z_k) - L(w)) / σ ≈ z_kᵀ g. Everyone who knows the round's key regrows Z [K, n], and
 the smallest g with Z g = s is Zᵀ (Z Zᵀ)⁻¹ s, the projection of the client's gradient onto the directions. Of n numbers
-drawn at random it keeps K/n of the energy, so its cosine to the gradient is about √(K/n), and 1 from K = n on. Blocks of
-the orthogonal law repeat each other in part unless n is a power of 2, so there K = n slopes are not quite enough.
+drawn at random it keeps K/n of the energy, so its cosine to the gradient is about √(K/n), and 1 from K = n on. The
+orthogonal law is an exception: its blocks overlap unless n is a power of 2, so K = n slopes are not quite enough.
 """
 
 from __future__ import annotations
