@@ -2,7 +2,8 @@
 
 A client answers with s_k = (L(w + σ z_k) - L(w)) / σ ≈ z_kᵀ g. Everyone who knows the round's key regrows Z [K, n], and
 the smallest g with Z g = s is Zᵀ (Z Zᵀ)⁻¹ s, the projection of the client's gradient onto the directions. Of n numbers
-drawn at random it keeps K/n of the energy, so its cosine to the gradient is about √(K/n), and 1 from K = n on.
+drawn at random it keeps K/n of the energy, so its cosine to the gradient is about √(K/n), and 1 from K = n on. The
+orthogonal law is an exception: its blocks overlap unless n is a power of 2, so K = n slopes are not quite enough.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fedveil.methods.baffle.estimate import key_of
 from fedveil.methods.baffle.probing import Prober
 from fedveil.runs.messages import KeptRound
 
-RIDGE = 1e-12  # of the mean of the diagonal: what keeps a nearly singular system solvable in float64
+RIDGE = 16 * 2.0**-52  # a row, of the mean of the diagonal: what keeps a singular system solvable in float64
 ROWS, COLUMNS = 256, 4096  # directions that are regrown at a time, and entries that are multiplied in float64 at a time
 Probes = tuple[tuple[int, int], ...]  # keys, and how many directions of each
 
@@ -136,15 +137,15 @@ def _wide(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _solve(gram: Tensor, s: Tensor) -> Tensor:
-    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+    gram.diagonal().add_(RIDGE * len(gram) * gram.diagonal().mean())
     return torch.cholesky_solve(s, torch.linalg.cholesky(gram))
 
 
 def of_the_mean(seen: Seen, number: int, descent: Tensor) -> Tensor:
     """Return the smallest gradient [d] that has the clients' mean slopes, from the gradient [d] that the server used.
 
-    The server used Σ c_k z_k with c_k = Σ_c (n_c / N) s_ck / K_c (eq. 7). The c_k solve Z Zᵀ c = Z Σ c_k z_k. Directions
-    that only some clients probed are left out. Where the server clipped, the length is that of the clipped gradient.
+    The server used Zᵀ c with c_k = Σ_c (n_c / N) s_ck / K_c (eq. 7), and c solves Z Zᵀ c = Z (Zᵀ c). Directions that
+    only some clients probed are left out. If the server clipped its gradient, the estimate is shorter by that factor.
     """
     method = seen.method
     assert isinstance(method, Baffle)
