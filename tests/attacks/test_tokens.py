@@ -8,6 +8,7 @@ import transformers
 from torch import Tensor, nn
 
 import fedveil as fv
+from fedveil.attacks import tokens
 from fedveil.attacks.tokens import Projection, products, projections, recover, scored, touched
 from fedveil.core.seeds import Seed
 from fedveil.data import from_tensors
@@ -232,6 +233,22 @@ def test_ten_local_steps_do_not_hide_tokens():
 
 def test_an_embedding_that_is_trained_tells_the_tokens_by_itself():
     assert touched(task(), gradient(task(), 5), "words.weight") == sorted({*task().x[:5].flatten().tolist()})
+
+
+@pytest.mark.parametrize(
+    ("shares", "between"),
+    [
+        ([1e-8, 1e-7, 0.2, 0.4], (1e-7, 0.2)),
+        ([1e-2, 2e-2, 0.3, 0.4], (2e-2, 0.3)),
+        ([1e-8, 1e-2, 0.2, 0.4], (1e-2, 0.2)),
+        ([0.3, 0.4, 0.5, 0.6], (9e-4, 1.1e-3)),
+        ([1e-12, 1e-9, 1e-8, 1e-6], (9e-4, 1.1e-3)),
+    ],
+    ids=["exact", "blurred", "the highest gap", "nothing there", "everything there"],
+)
+def test_the_threshold_lies_in_the_highest_gap(shares, between):
+    low, high = between
+    assert low < tokens._threshold(torch.tensor(shares).view(2, 2).T) < high
 
 
 # ---------------------------------------------------------------------------------------------------- it fails
