@@ -1,5 +1,7 @@
 """Planted weights: they read records out of gradients and sums, and what stops them does."""
 
+import copy
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -81,6 +83,14 @@ def test_most_of_64_pictures_come_out_of_a_clients_answer(method):
     assert not recovered(found, records(1)).any(), "another client's are not there"
     wrong = ~recovered(records(0), found)
     assert int(wrong.sum()) <= 6, "what is read is a record, but for a few mixtures"
+
+
+def test_reading_does_not_look_at_records():
+    w, blind = weights(task()), copy.copy(task())
+    vector, _ = rob(task(), FedSGD(), w, First(1), SEED)
+    blind.x, blind.y = torch.zeros_like(task().x), torch.zeros_like(task().y)
+    blind.data = dataclasses.replace(task().data, x=blind.x, y=blind.y)
+    assert torch.equal(read(blind, w, vector), read(task(), w, vector))
 
 
 def test_one_record_comes_out_exactly_whatever_it_is():

@@ -1,6 +1,8 @@
 """The span check finds tokens and sequences exactly, in decoders and encoders, and nothing where there is nothing."""
 
+import copy
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -233,6 +235,14 @@ def test_ten_local_steps_do_not_hide_tokens():
 
 def test_an_embedding_that_is_trained_tells_the_tokens_by_itself():
     assert touched(task(), gradient(task(), 5), "words.weight") == sorted({*task().x[:5].flatten().tolist()})
+
+
+def test_the_attack_does_not_look_at_records():
+    of, g = task(), gradient(task(), 2)
+    blind = copy.copy(of)
+    blind.x, blind.y = torch.zeros_like(of.x), torch.zeros_like(of.y)
+    blind.data = replace(of.data, x=blind.x, y=blind.y, test_x=blind.x, test_y=blind.y)
+    assert scored(recover(blind, of.initial, g, VOCABULARY), of.x[:2]) == EXACT
 
 
 @pytest.mark.parametrize(
