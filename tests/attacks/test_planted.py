@@ -1,5 +1,7 @@
 """Planted weights: they read records out of gradients and sums, and what stops them does."""
 
+import copy
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -34,7 +36,9 @@ def task(bins: int = BINS, cnn: bool = False) -> fv.Task:
     split = fv.Split(order, np.arange(CLIENTS + 1) * RECORDS, "by hand", RECORDS)
     with drawing_from(SEED):
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, bins), nn.ReLU(), nn.Linear(bins, 10))
-        return fv.Task(imprinted(build("digits-cnn", (1, 8, 8), 10), (1, 8, 8), bins) if cnn else model, data, split)
+        return fv.Task(
+            imprinted(Own(build("digits-cnn", (1, 8, 8), 10)), (1, 8, 8), bins) if cnn else model, data, split
+        )
 
 
 def weights(of: fv.Task) -> torch.Tensor:
@@ -81,6 +85,14 @@ def test_most_of_64_pictures_come_out_of_a_clients_answer(method):
     assert int(wrong.sum()) <= 6, "what is read is a record, but for a few mixtures"
 
 
+def test_reading_does_not_look_at_records():
+    w, blind = weights(task()), copy.copy(task())
+    vector, _ = rob(task(), FedSGD(), w, First(1), SEED)
+    blind.x, blind.y = torch.zeros_like(task().x), torch.zeros_like(task().y)
+    blind.data = dataclasses.replace(task().data, x=blind.x, y=blind.y)
+    assert torch.equal(read(blind, w, vector), read(task(), w, vector))
+
+
 def test_one_record_comes_out_exactly_whatever_it_is():
     w = weights(task())
     for x, y in zip(records(0)[:10], task().y[task().clients[0]][:10], strict=True):
@@ -115,6 +127,13 @@ def test_what_planted_weights_look_like():
     assert through[:, 0].all(), "every record is in a bin"
     assert through.double().mean(0)[BINS // 2] == pytest.approx(0.5, abs=0.08)
     assert (of.f(w, of.test_x) - parts["3.bias"]).abs().max() < 0.1, "outputs stay about where they are"
+
+
+class Own(nn.Sequential):
+    """A network whose forward may do anything."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
 
 
 def test_a_network_that_begins_otherwise_can_be_given_the_module():
@@ -244,8 +263,9 @@ def test_an_honest_server_leaves_the_odd_client_out():
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 10)),
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 8, bias=False), nn.ReLU(), nn.Linear(8, 10)),
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)),
+        lambda: Own(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10)),
     ],
-    ids=["convolution", "tanh", "no bias", "one layer"],
+    ids=["convolution", "tanh", "no bias", "one layer", "a forward of its own"],
 )
 def test_a_model_without_a_suitable_layer_is_named(model):
     data = task().data

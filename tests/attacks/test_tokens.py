@@ -1,6 +1,8 @@
 """The span check finds tokens and sequences exactly, in decoders and encoders, and nothing where there is nothing."""
 
+import copy
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 import fedveil as fv
+from fedveil.attacks import tokens
 from fedveil.attacks.tokens import Projection, products, projections, recover, scored, touched
 from fedveil.core.seeds import Seed
 from fedveil.data import from_tensors
@@ -232,6 +235,30 @@ def test_ten_local_steps_do_not_hide_tokens():
 
 def test_an_embedding_that_is_trained_tells_the_tokens_by_itself():
     assert touched(task(), gradient(task(), 5), "words.weight") == sorted({*task().x[:5].flatten().tolist()})
+
+
+def test_the_attack_does_not_look_at_records():
+    of, g = task(), gradient(task(), 2)
+    blind = copy.copy(of)
+    blind.x, blind.y = torch.zeros_like(of.x), torch.zeros_like(of.y)
+    blind.data = replace(of.data, x=blind.x, y=blind.y, test_x=blind.x, test_y=blind.y)
+    assert scored(recover(blind, of.initial, g, VOCABULARY), of.x[:2]) == EXACT
+
+
+@pytest.mark.parametrize(
+    ("shares", "between"),
+    [
+        ([1e-8, 1e-7, 0.2, 0.4], (1e-7, 0.2)),
+        ([1e-2, 2e-2, 0.3, 0.4], (2e-2, 0.3)),
+        ([1e-8, 1e-2, 0.2, 0.4], (1e-2, 0.2)),
+        ([0.3, 0.4, 0.5, 0.6], (9e-4, 1.1e-3)),
+        ([1e-12, 1e-9, 1e-8, 1e-6], (9e-4, 1.1e-3)),
+    ],
+    ids=["exact", "blurred", "the highest gap", "nothing there", "everything there"],
+)
+def test_the_threshold_lies_in_the_highest_gap(shares, between):
+    low, high = between
+    assert low < tokens._threshold(torch.tensor(shares).view(2, 2).T) < high
 
 
 # ---------------------------------------------------------------------------------------------------- it fails

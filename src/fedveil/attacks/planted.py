@@ -16,6 +16,7 @@ more records.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
@@ -54,20 +55,27 @@ class Imprint:
 
 def imprint(task: Task) -> Imprint:
     """Find the layers of a model that begins with (Flatten,) Linear, ReLU, Linear."""
-    leaves = [(name, module) for name, module in task.model.named_modules() if not any(module.children())]
-    leaves = [(name, module) for name, module in leaves if not isinstance(module, (nn.Flatten, nn.Identity))]
-    plain = all(isinstance(module, nn.Sequential) for module in task.model.modules() if any(module.children()))
-    kinds, known = [type(module) for _, module in leaves[:3]], {layer.name for layer in task.layout.layers}
-    if plain and kinds == [nn.Linear, nn.ReLU, nn.Linear]:
-        first, behind = leaves[0][0], leaves[2][0]
+    steps = [(name, step) for name, step in _steps(task.model) if not isinstance(step, (nn.Flatten, nn.Identity))][:3]
+    kinds, known = [type(step) for _, step in steps], {layer.name for layer in task.layout.layers}
+    if kinds == [nn.Linear, nn.ReLU, nn.Linear]:
+        (first, _), _, (behind, _) = steps
         found = Imprint(f"{first}.weight", f"{first}.bias", f"{behind}.weight")
         if {found.rows, found.biases, found.behind} <= known:
             return found
     told = ", ".join(kind.__name__ for kind in kinds)
     raise ValueError(
-        f"planting needs an nn.Sequential that begins with Flatten, Linear with a bias, ReLU and Linear, all trained, "
+        "planting needs an nn.Sequential that begins with Flatten, Linear with a bias, ReLU and Linear, all trained, "
         f"and this model begins with {told}; give such a model or use `imprinted`"
     )
+
+
+def _steps(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The modules that run one after the other, by name: those of an nn.Sequential, however nested."""
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+        for key, child in module.named_children():
+            yield from _steps(child, f"{name}.{key}" if name else key)
+    else:
+        yield name, module
 
 
 def imprinted(model: nn.Module, shape: tuple[int, ...], bins: int) -> nn.Sequential:
