@@ -137,7 +137,7 @@ def victims(found: Sequence[Estimate], seen: Seen, how: Attack) -> tuple[list[Es
 def attempt(seen: Seen, chosen: Sequence[Estimate], records: int, how: Attack, deadline: float, tell: Tell) -> Attempt:
     """Make labels and records of the estimates."""
     first, task = chosen[0], seen.task
-    local = getattr(seen.method, "local", None)
+    local = getattr(seen.method, "local", None) if len(first.clients) == 1 else None  # a sum is as of one batch
     target = Target(
         torch.stack([each.weights for each in chosen]).to(task.device),
         torch.stack([each.vector for each in chosen]).to(task.device),
@@ -152,7 +152,11 @@ def attempt(seen: Seen, chosen: Sequence[Estimate], records: int, how: Attack, d
     guessed = labels.count(task, target, seen.seed.child("audit", "labels")).y
     target = replace(target, labels=guessed)
     seed = seen.seed.child("audit", "records", first.kind)
-    found, words = rebuilt(task, target, how.inversion, seed, tell, deadline)
+    try:
+        found, words = rebuilt(task, target, how.inversion, seed, tell, deadline)
+    except torch.OutOfMemoryError:
+        why = f"the device ran out of memory on {len(chosen)} messages of {records} records; use fewer --victims"
+        return Attempt(first.kind, tuple(chosen), records, guessed, None, "", why)
     return Attempt(first.kind, tuple(chosen), records, guessed, found, words)
 
 
@@ -199,7 +203,7 @@ def scored(
     seed = seen.seed.child("audit", "scores")
     rows, pictures = list[Exposure](), dict[str, Pictures]()
     for each in made:
-        near = bootstrap(torch.tensor(cosines(task, each.victims, truths)), seed)
+        near = bootstrap(torch.tensor(cosines(task, _compared(seen, each.victims), truths)), seed)
         reached, guesses, told, ahead = None, dict[str, Nearness](), None, 0.0
         indices = [_records(victim, truths[victim.round]) for victim in each.victims]
         whole = all(len(rows) == each.records for rows in indices)
@@ -246,6 +250,14 @@ def _ahead(hits: Tensor, guesses: Sequence[Tensor], chance: float, seed: Seed) -
     better = torch.stack([guess.float() for guess in guesses]).amax(0) - hits.float()
     each = -better.mean(1) if len(hits) > 1 else -better[0]
     return bootstrap(each - chance, seed).low
+
+
+def _compared(seen: Seen, victims: Sequence[Estimate]) -> Sequence[Estimate]:
+    """Estimates as they are compared with the truth. The true update of DP-SGD holds the noise, so it is compared with
+    the gradient of the records."""
+    if getattr(seen.method.promise, "key", "") != "privacy":
+        return victims
+    return [v if v.means == "gradient" else replace(v, means="gradient", vector=-v.vector) for v in victims]
 
 
 def _records(victim: Estimate, truth: Mapping[int, Mapping[str, Tensor]]) -> Tensor:

@@ -45,8 +45,8 @@ def exposed(task: Task, seen: Seen, truths: Truths) -> SetExposure:
     held = truths[number][message.client]["records"].to(task.device)
     members = task.x[held], task.y[held]
     order = torch.from_numpy(seed.child("records").numpy().permutation(len(task.test_x))).to(task.device)
-    parts = order.tensor_split(3)
-    others, pool, strangers = ((task.test_x[part], task.test_y[part]) for part in parts)
+    places = (3 * len(order) // 4, 7 * len(order) // 8)
+    others, pool, strangers = ((task.test_x[part], task.test_y[part]) for part in order.tensor_split(places))
     told = points(task, message.answer)
     classes = task.data.classes
 

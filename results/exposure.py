@@ -1,15 +1,17 @@
-"""What slopes give away: pictures rebuilt from K slopes a round, against K and the number of rounds.
+"""What messages give away, on the digits.
 
-`python results/slopes.py --out results/exposure/slopes.json` runs BAFFLE on the digits with the small network of the
-matrix of attacks. Each of ten clients holds one record, and the server solves for its gradient and inverts it.
+python results/exposure.py matrix     # one attack on many methods, as `fedveil audit --matrix digits --victims 10`
+python results/exposure.py slopes     # pictures rebuilt from K slopes a round, against K and the number of rounds
+
+Both write into results/exposure. For `slopes`, BAFFLE trains the small network of the matrix. Each of ten clients holds
+one record, and the server solves for its gradient and inverts it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
+import subprocess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,8 +19,10 @@ from typing import Any
 import fedveil as fv
 from fedveil.attacks import matrix
 from fedveil.attacks.exposure import Attack, attempts, scored
+from fedveil.cli.matrix import run
 from fedveil.runs.fingerprint import environment
 
+HERE = Path(__file__).parent / "exposure"
 SHARES = (0.01, 0.03, 0.1, 0.25, 0.5, 0.75, 1.0)  # of the weights: K / d
 ROUNDS = (1, 5, 20)
 
@@ -56,18 +60,31 @@ def point(data: fv.Data, share: float, rounds: int, how: Attack, seed: fv.Seed) 
     return told
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file")
-    chosen = parser.parse_args()
+def slopes() -> None:
+    """Write every point of the curves."""
     data, how, seed = fv.load("digits"), Attack(victims=10, seconds=600), fv.Seed.root(0)
-    told = {"command": shlex.join(["python", *sys.argv]), **environment(device="cpu"), "seed": 0, "points": []}
+    told = {"command": "python results/exposure.py slopes", **environment(device="cpu", commit=_commit()), "seed": 0}
+    points: list[dict[str, Any]] = []
     for rounds in ROUNDS:
         for share in SHARES:
-            told["points"].append(point(data, share, rounds, how, seed))
-            print(json.dumps(told["points"][-1]), flush=True)
-            chosen.out.parent.mkdir(parents=True, exist_ok=True)
-            chosen.out.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+            points.append(point(data, share, rounds, how, seed))
+            print(json.dumps(points[-1]), flush=True)
+            (HERE / "slopes.json").write_text(json.dumps(told | {"points": points}, indent=2) + "\n", encoding="utf-8")
+
+
+def _commit() -> str:
+    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    return asked.stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("matrix", "slopes"))
+    HERE.mkdir(exist_ok=True)
+    if parser.parse_args().part == "slopes":
+        return slopes()
+    where = environment(command="fedveil audit --matrix digits --victims 10", device="cpu", commit=_commit())
+    run("digits", HERE, (), Attack(victims=10, seconds=300), 0, where, lambda sentence: None)
 
 
 if __name__ == "__main__":
