@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedveil.attacks import labels, linear
 from fedveil.attacks.epochs import Simulation, invert_epochs
-from fedveil.attacks.estimate import Estimate, cosines, estimates
+from fedveil.attacks.estimate import Estimate, cosines, estimates, masked
 from fedveil.attacks.inversion import Found, Inversion, Target, invert, steps_of
 from fedveil.attacks.scores import Nearness, Pool, Range, bootstrap, matching, overlap, score
 from fedveil.attacks.seen import Seen
@@ -35,6 +35,9 @@ Tell = Callable[[str], object]
 FOUND, NOT_FOUND, INCONCLUSIVE = "found", "not found", "inconclusive"
 CONTROLS = 8  # records on which the control is run
 WORKS = 0.5  # the share of them that it must identify
+MASKED, CODES = "masked", ("code", "difference")  # kinds of estimates
+FAITHFUL = 0.95  # a cosine from which a code hides nothing
+DEVIATIONS = 5.0  # of the cosine of noise, 1/√d, beyond which a masked vector is no noise
 SIMULATED = 1280  # records in all local steps up to which an attack goes through a client's training
 PICTURED = 8  # records that are drawn
 MATCHING = Inversion(steps=1200, tv=1e-4, restarts=4, screen=100)
@@ -117,6 +120,8 @@ def attempts(seen: Seen, how: Attack, tell: Tell = lambda _: None, chosen_kinds:
         deadline = time.monotonic() + max(0.0, left) / (len(kinds) - i)
         chosen, records = victims([each for each in found if each.kind == kind], seen, how)
         made.append(attempt(seen, chosen, records, how, deadline, partial(_said, tell, kind)))
+    if (vectors := masked(seen)) and (not chosen_kinds or MASKED in chosen_kinds):
+        made.append(Attempt(MASKED, tuple(vectors[: how.victims]), 0, None, None, "", "the vectors are masked"))
     return made
 
 
@@ -200,38 +205,57 @@ def scored(
 
     checked: the control; None where no attempt is on records
     """
-    seed = seen.seed.child("audit", "scores")
     rows, pictures = list[Exposure](), dict[str, Pictures]()
     for each in made:
-        near = bootstrap(torch.tensor(cosines(task, _compared(seen, each.victims), truths)), seed)
-        reached, guesses, told, ahead = None, dict[str, Nearness](), None, 0.0
-        indices = [_records(victim, truths[victim.round]) for victim in each.victims]
-        whole = all(len(rows) == each.records for rows in indices)
-        if each.labels is not None and whole:
-            y = task.y[torch.stack(indices).to(task.device)]
-            told = bootstrap(overlap(each.labels.cpu(), y.cpu(), task.data.classes), seed)
-        if each.found and whole:
-            x = task.x[torch.stack(indices).to(task.device)]
+        row, drawn = _scored(task, seen, each, truths, checked)
+        rows.append(row)
+        if drawn:
+            pictures[each.kind] = drawn
+    return rows, pictures
+
+
+def _scored(
+    task: Task, seen: Seen, made: Attempt, truths: Truths, checked: Nearness | None
+) -> tuple[Exposure, Pictures | None]:
+    seed = seen.seed.child("audit", "scores")
+    near = bootstrap(torch.tensor(cosines(task, _compared(seen, made.victims), truths)), seed)
+    held = [_records(victim, truths[victim.round]) for victim in made.victims]
+    reached, guesses, told, ahead, pictures = None, dict[str, Nearness](), None, 0.0, None
+    if all(len(own) == made.records for own in held):
+        index = torch.stack(held).to(task.device)
+        x, y = task.x[index], task.y[index]
+        if made.labels is not None:
+            told = bootstrap(overlap(made.labels.cpu(), y.cpu(), task.data.classes), seed)
+        if made.found:
             pool = Pool.of(task.data, seed, task.test_x)
-            attack, made_up = score(each.found.x, x, pool, each.found.y, y), pool.baselines(x, seed)
+            attack, made_up = score(made.found.x, x, pool, made.found.y, y), pool.baselines(x, seed)
             others = {name: score(guess, x, pool) for name, guess in made_up.items()}
             reached = attack.figures(seed)
             guesses = {name: other.figures(seed) for name, other in others.items()}
             compared = [others[name].identified for name in ("mean", "random")]
             ahead = _ahead(attack.identified, compared, reached.chance, seed)
-            pictures[each.kind] = _pictures(pool, each.found.x, x, made_up["nearest"])
-        verdict, why = judged(each, reached, ahead, checked)
-        rounds = sorted({victim.round for victim in each.victims})
-        rows.append(
-            Exposure(
-                each.kind, rounds, len(each.victims), each.records, near, told, reached, guesses, checked, verdict, why
-            )
-        )
-    return rows, pictures
+            pictures = _pictures(pool, made.found.x, x, made_up["nearest"])
+    verdict, why = judged(made, near, task.layout.size, reached, ahead, checked)
+    rounds, count = sorted({victim.round for victim in made.victims}), len(made.victims)
+    row = Exposure(made.kind, rounds, count, made.records, near, told, reached, guesses, checked, verdict, why)
+    return row, pictures
 
 
-def judged(made: Attempt, reached: Nearness | None, ahead: float, checked: Nearness | None) -> tuple[str, str]:
-    """The verdict on an attempt, and why. `ahead` is by how much more records it identifies than guesses, at least."""
+def judged(
+    made: Attempt, near: Range, weights: int, reached: Nearness | None, ahead: float, checked: Nearness | None
+) -> tuple[str, str]:
+    """The verdict on an attempt, and why.
+
+    near:    the cosine with the truth
+    weights: d, which decides how large the cosine of noise is
+    ahead:   by how much larger a share of records it identifies than guesses do, at least
+    """
+    if made.kind == MASKED:
+        if max(near.low, -near.high) > DEVIATIONS / math.sqrt(weights):
+            return FOUND, f"masked vectors tell about updates (cosine {near.value:.2f}), so the mask does not hide them"
+        return NOT_FOUND, "masked vectors of single clients look like noise"
+    if made.kind in CODES and near.low > FAITHFUL:
+        return FOUND, f"the server decodes the codes of single clients to their updates (cosine {near.value:.2f})"
     if reached is None or made.found is None:
         return INCONCLUSIVE, f"no attack on records: {made.missing or 'the truth is of other records'}"
     if reached.exact.low > 0 or ahead > 0:
