@@ -99,7 +99,7 @@ def test_a_promise_that_holds_is_exit_code_0_and_the_same_figures_again(private,
     result = fv("audit", private, *FEW)
     assert result.exit_code == 0, (result.stderr, result.exception)
     assert re.search(r"^ε ruled out +\d\S* \(measured, 95%\) at δ = 8.33e-06$", result.stdout, re.M)
-    assert re.search(r"^by the curve +\d\S* \(measured, 95%, for Gaussian noise\) from \d+ of \d+ gues", result.stdout, re.M)
+    assert re.search(r"^by the curve +\d\S* \(measured, 95%, for Gaussian noise\) from \d+ of ", result.stdout, re.M)
     assert re.search(r"^ε charged +\d\S* \(add/remove, proved\) for the same steps at the same δ$", result.stdout, re.M)
     assert re.search(r"^the run +ε = \S+ \(add/remove, proved\) at δ = 0.001: not contradicted", result.stdout, re.M)
     assert "attack on record 0/288" in result.stderr
