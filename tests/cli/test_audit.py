@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedveil import data
-from fedveil.attacks import mechanism, membership
+from fedveil.attacks import guesses, mechanism, membership
 from fedveil.attacks.membership import Audit
 from fedveil.core.task import Task
 from fedveil.privacy import dpsgd
@@ -130,7 +130,7 @@ def test_an_attack_that_finds_everybody_contradicts_the_promise_and_a_weak_audit
 
     monkeypatch.setattr(membership, "loss", oracle)
     monkeypatch.setitem(membership.ATTACKS, "loss", oracle)
-    monkeypatch.setattr(mechanism, "SHARES", (0.01,))
+    monkeypatch.setattr(guesses, "SHARES", (0.01,))
     result = fv("audit", private, *FEW)
     assert result.exit_code == 1
     assert re.search(r"broken: the attack by loss rules out every ε below 3\.\d+, but 0\.\d+ is charged", result.stderr)
