@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import fedveil as fv
-from fedveil.attacks.mechanism import Heard, Mechanism, Planted, Tapped, audit, bound, canary, noise, quiet
+from fedveil.attacks.guesses import bound, curve_bound
+from fedveil.attacks.mechanism import Heard, Mechanism, Planted, Tapped, audit, canary, noise, quiet
 from fedveil.core.message import Slots
 from fedveil.core.setup import private_root
 from fedveil.core.stack import ClientStack
@@ -276,3 +277,14 @@ def test_guesses_are_about_canaries_that_chose_nothing():
     rng = np.random.default_rng(0)
     found = [bound(rng.normal(size=(3, 400)), rng.random(400) < 0.5, 1e-5)[0] for _ in range(60)]
     assert np.mean(np.array(found) > 0) <= 0.12
+
+
+def test_the_trade_off_curve_rules_out_more_than_one_pair_and_no_more_than_is_true():
+    charged = Noised(2.0, 0.25, 40)
+    true = epsilon([charged], 1e-5, "pld")
+    for seed in range(4):
+        noisy, _, included = heard(2.0, 40, 2000, 0.25, seed)
+        found = curve_bound(noisy, included, 1e-5, charged)
+        assert bound(noisy, included, 1e-5).epsilon < found.epsilon < true
+        assert found.epsilon > 0.25 * true
+        assert found.right <= found.guesses

@@ -38,11 +38,12 @@ def clusters(hidden: int = 64, layers: tuple[nn.Module, ...] = ()) -> fv.Task:
 # ---------------------------------------------------------------------------------------------------- parts
 
 
-def test_each_record_is_in_half_of_the_models_and_no_two_models_have_the_same():
+def test_each_record_is_in_half_of_the_models_and_each_model_has_half_of_the_records():
     included = halves(300, 8, SEED)
     assert included.shape == (8, 300)
     assert (included.sum(0) == 4).all()
-    assert np.abs(np.corrcoef(included)[np.triu_indices(8, 1)]).max() < 0.35  # each is 1 in 7 less likely than alone
+    assert (included.sum(1) == 150).all()
+    assert np.abs(np.corrcoef(included[::2])[np.triu_indices(4, 1)]).max() < 0.2
     assert not np.array_equal(included, halves(300, 8, fv.Seed.root(4)))
 
 

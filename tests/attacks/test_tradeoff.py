@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import optimize, special
 
-from fedveil.attacks import roc
+from fedveil.attacks import roc, tradeoff
 from fedveil.attacks.tradeoff import contradicted, gaussian, gaussian_epsilon, one_run, strength, subsampled
 from fedveil.privacy.accountant import Noised, epsilon
 
@@ -77,7 +77,7 @@ def test_less_noise_than_charged_is_noticed():
     assert lower[0] < epsilon([charged], 1e-5, "pld") < lower[1]
 
 
-def test_a_bound_is_that_of_the_last_noise_that_is_contradicted():
+def test_a_bound_is_that_of_the_last_noise_that_is_contradicted(monkeypatch):
     charged = Noised(2.0, 0.25, 40)
     found = one_run(2000, 200, 162, charged, 1.25e-6)
     assert found == pytest.approx(1.917, abs=0.02)
@@ -87,6 +87,8 @@ def test_a_bound_is_that_of_the_last_noise_that_is_contradicted():
     assert not contradicted(subsampled(below), 2000, 200, 162)
     assert contradicted(subsampled(above), 2000, 200, 162)
     assert one_run(2000, 200, 162, Noised(0.8, 0.25, 40), 1.25e-6) == pytest.approx(found, rel=0.02)
+    monkeypatch.setattr(tradeoff, "CLOSE", 0.3)
+    assert 0.7 * found < one_run(2000, 200, 162, charged, 1.25e-6) <= found  # on the safe side
 
 
 def test_guesses_that_are_chance_rule_out_nothing_and_certain_ones_what_the_count_allows():

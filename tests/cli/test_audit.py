@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedveil import data
-from fedveil.attacks import mechanism, membership
+from fedveil.attacks import guesses, mechanism, membership
 from fedveil.attacks.audit import Audit
 from fedveil.core.task import Task
 from fedveil.privacy import dpsgd
@@ -99,9 +99,7 @@ def test_a_promise_that_holds_is_exit_code_0_and_the_same_figures_again(private,
     result = fv("audit", private, *FEW)
     assert result.exit_code == 0, (result.stderr, result.exception)
     assert re.search(r"^ε ruled out +\d\S* \(measured, 95%\) at δ = 8.33e-06$", result.stdout, re.M)
-    assert re.search(
-        r"^by the curve +\d\S* \(measured, 95%, for Gaussian noise\) from \d+ of \d+ gues", result.stdout, re.M
-    )
+    assert re.search(r"^by the curve +\d\S* \(measured, 95%, for Gaussian noise\) from \d+ of ", result.stdout, re.M)
     assert re.search(r"^ε charged +\d\S* \(add/remove, proved\) for the same steps at the same δ$", result.stdout, re.M)
     assert re.search(r"^the run +ε = \S+ \(add/remove, proved\) at δ = 0.001: not contradicted", result.stdout, re.M)
     assert "attack on record 0/288" in result.stderr
@@ -132,7 +130,7 @@ def test_an_attack_that_finds_everybody_contradicts_the_promise_and_a_weak_audit
 
     monkeypatch.setattr(membership, "loss", oracle)
     monkeypatch.setitem(membership.ATTACKS, "loss", oracle)
-    monkeypatch.setattr(mechanism, "SHARES", (0.01,))
+    monkeypatch.setattr(guesses, "SHARES", (0.01,))
     result = fv("audit", private, *FEW)
     assert result.exit_code == 1
     assert re.search(r"broken: the attack by loss rules out every ε below 3\.\d+, but 0\.\d+ is charged", result.stderr)

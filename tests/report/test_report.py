@@ -219,6 +219,10 @@ def test_what_an_audit_rules_out_stands_beside_what_was_charged(make: Maker, out
     assert "fedavg the last weights 0.5 5.75 0.001 6 not contradicted" in said
     assert "fedavg 400 canaries in private gradients 1.12 4.75 1e-06 6.5 not contradicted" in said
     assert "contradicts what" not in said
+    assert "by the trade-off curve" not in said  # the file is of an older version
+    said = words(write([audited(make("d", [0.5]), control=6.5, curve=2.5, curve_control=9.0)], out))
+    assert "fedavg 400 canaries in private gradients, by the trade-off curve 2.5 4.75 1e-06 9 not contradicted" in said
+    assert "In fedavg members are compared with test records, which may differ from training records" in said
     assert "4.5 too weak to tell" in words(write([audited(make("b", [0.5]), control=4.5)], out))
     broken = ("canaries rule out every ε below 5",)
     said = words(write([audited(make("c", [0.5]), broken=broken, lower=5.0)], out))

@@ -80,9 +80,13 @@ def confidence(task: Task, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def halves(records: int, models: int, seed: Seed) -> npt.NDArray[np.bool_]:
-    """Which records each model is trained on, [models, records]: each record is in half of the models."""
-    order = seed.numpy().random((models, records)).argsort(0)
-    return order < models // 2
+    """Which records each model is trained on, [models, records]: a random half, and the other half for the next model.
+    Each record is in half of the models."""
+    rng, included = seed.numpy(), np.zeros((models, records), np.bool_)
+    for first in range(0, models, 2):
+        included[first, rng.permutation(records)[: records // 2]] = True
+        included[first + 1] = ~included[first]
+    return included
 
 
 def train(
