@@ -119,13 +119,15 @@ def cases() -> Iterator[Case]:
     yield Case("raw gradient, trained network", FedSGD(), 8, trained=True)
     yield Case("FedAvg, 1 epoch in batches of 2", FedAvg(some), 8)
     yield Case("FedAvg, 5 epochs in batches of 2", FedAvg(replace(some, epochs=5)), 8)
-    yield Case("top-k, 6%", FedAvg(one, up=TopK(share=0.06)))
-    yield Case("top-k, 1%", FedAvg(one, up=TopK(share=0.01)))
-    yield Case("QSGD, 4 bits", FedAvg(one, up=Qsgd()))
-    yield Case("FedSynth", FedAvg(one, up=FedSynthCodec(batches=3, batch=11, epochs=1, fits=75, best=False)))
-    yield Case("TOFU", FedAvg(one, up=TofuCodec(points=32, steps=200, lr=0.15, decay="late")))
     fedage = FedAge(one, up=FedAgeCodec(block=16, cohort=5, width=64), server=ServerOptimizer(lr=2.0))
-    yield Case("FedAGE", fedage)
+    for records in (1, 8):
+        yield Case("top-k, 6%", FedAvg(one, up=TopK(share=0.06)), records)
+        yield Case("top-k, 1%", FedAvg(one, up=TopK(share=0.01)), records)
+        yield Case("QSGD, 4 bits", FedAvg(one, up=Qsgd()), records)
+        synthetic = FedSynthCodec(batches=3, batch=11, epochs=1, fits=75, best=False)
+        yield Case("FedSynth", FedAvg(one, up=synthetic), records)
+        yield Case("TOFU", FedAvg(one, up=TofuCodec(points=32, steps=200, lr=0.15, decay="late")), records)
+        yield Case("FedAGE", fedage, records)
     yield Case("FedAGE, summed", replace(fedage, secure=SecureSum()))
     for k in (8, 100):
         for rounds in (1, 20):

@@ -30,7 +30,7 @@ HEADS = (
     "",
 )
 WORDS = {  # the columns, for the page
-    "records": "of each client, and so of each message",
+    "records": "behind each message; a sum is of the records of all clients",
     "attacked": "what the server makes of a message, see [kinds](#kinds)",
     "bytes": "a client sends in all rounds",
     "cosine": "of the estimate with the client's true gradient or update",
@@ -53,7 +53,7 @@ def cells(row: Row) -> list[str]:
     near = found.reached
     told = [f"{found.cosine.value:.2f}", _share(found.labels)]
     told += [_ranged(near.psnr), _share(near.identified), _share(near.exact)] if near else ["–"] * 3
-    return [str(found.records), found.kind, f"{row.bytes_up:,}", epsilon, *told, found.verdict]
+    return [str(found.records or row.records), found.kind, f"{row.bytes_up:,}", epsilon, *told, found.verdict]
 
 
 def markdown(matrix: Matrix, kinds: Mapping[str, str], pictures: str) -> str:
@@ -66,9 +66,9 @@ def markdown(matrix: Matrix, kinds: Mapping[str, str], pictures: str) -> str:
     control = matrix.control
     return f"""# What messages expose: {matrix.data}
 
-`{matrix.environment.get("command", "")}` on {matrix.environment.get("machine", "")}, commit
-{matrix.environment.get("commit", "unknown")}. The network is {matrix.model}, with random weights where a row does not
-say otherwise. Clients hold one or eight records each, which favours the attacker. The server is honest but curious.
+`{matrix.environment.get("command", "")}` ({matrix.environment.get("machine", "")}, PyTorch
+{matrix.environment.get("torch", "")}{_commit(matrix)}). The network is {matrix.model}. It has random weights, unless a row
+says otherwise. Ten clients hold one or eight records each, which favours the attacker. The server is honest but curious.
 
 Everything here is **measured**: "found" means that this attack rebuilds records, "not found" that this attack does not,
 which is no proof that another one cannot. On raw gradients of single records (the control), it identifies
@@ -95,6 +95,10 @@ the truth, which no attacker can pick.
 
 ![Records, what was rebuilt of them, and the nearest test record]({pictures})
 """
+
+
+def _commit(matrix: Matrix) -> str:
+    return f", commit {matrix.environment['commit']}" if "commit" in matrix.environment else ""
 
 
 def _row(cells: Sequence[str]) -> list[str]:
