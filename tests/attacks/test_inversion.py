@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fedveil as fv
-from fedveil.attacks.inversion import DLG, Inversion, Target, as_gradient, gradient, invert, variation
+from fedveil.attacks.inversion import DLG, Inversion, Target, as_gradient, gradient, invert, signed_adam, variation
 from fedveil.attacks.lbfgs import Lbfgs
 from fedveil.attacks.scores import Pool, score
 from inversion_tools import DATA, SEED, blind, gradients, task, victims
@@ -120,6 +120,17 @@ def test_the_gradient_can_be_differentiated_by_records_and_labels():
     given = x.clone().requires_grad_()
     slopes = torch.autograd.grad(gradient(net, net.initial.expand(2, -1), given, soft).square().sum(), [given, soft])
     assert all(float(slope.abs().max()) > 0 for slope in slopes)
+
+
+def test_adam_follows_signs_and_its_rate_falls_three_times():
+    point, moves = torch.zeros(1, 2), []
+    step = signed_adam(point, lambda: (torch.zeros(1), torch.tensor([[1e-6, -50.0]])), Inversion(steps=8), lambda: None)
+    for _ in range(8):
+        before = point.clone()
+        step()
+        moves.append((point - before)[0])
+    rates = torch.tensor([0.1] * 3 + [0.01] * 2 + [0.001] * 2 + [0.0001])
+    torch.testing.assert_close(torch.stack(moves), rates[:, None] * torch.tensor([-1.0, 1.0]), atol=1e-6, rtol=1e-2)
 
 
 def test_lbfgs_takes_the_steps_of_pytorch():

@@ -247,7 +247,7 @@ def _descend(
 
     project()
     _probe(slopes)
-    step = Lbfgs(point, best, slopes, how.lr) if how.kind == "dlg" else _adam(point, slopes, how, project)
+    step = Lbfgs(point, best, slopes, how.lr) if how.kind == "dlg" else signed_adam(point, slopes, how, project)
     done, loop = 0, Loop(step, how.steps, point.device, (0, how.steps))
     while done < how.steps and time.monotonic() < deadline:
         loop.run(min(CHUNK, how.steps - done))
@@ -275,7 +275,7 @@ def _box(task: Task, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return (-mean / std).expand(shape).flatten(), ((1 - mean) / std).expand(shape).flatten()
 
 
-def _adam(
+def signed_adam(
     point: Tensor, slopes: Callable[[], tuple[Tensor, Tensor]], how: Inversion, project: Callable[[], None]
 ) -> Callable[[], None]:
     """A step of Adam on the signs of the slopes, in place of `point` [B, D]."""
