@@ -2,8 +2,9 @@
 
 python results/exposure.py matrix     # one attack on many methods, as `fedveil audit --matrix digits --victims 10`
 python results/exposure.py slopes     # pictures rebuilt from K slopes a round, against K and the number of rounds
+python results/exposure.py papers     # the attacks with which the papers on FedAGE and TOFU argue, beside stronger ones
 
-Both write into results/exposure. For `slopes`, BAFFLE trains the small network of the matrix. Each of ten clients holds
+They write into results/exposure. For `slopes`, BAFFLE trains the small network of the matrix. Each of ten clients holds
 one record, and the server solves for its gradient and inverts it.
 """
 
@@ -16,15 +17,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
+
 import fedveil as fv
 from fedveil.attacks import matrix
-from fedveil.attacks.exposure import Attack, attempts, scored
+from fedveil.attacks.exposure import MATCHING, Attack, attempts, scored
+from fedveil.attacks.inversion import Inversion
 from fedveil.cli.matrix import run
 from fedveil.runs.fingerprint import environment
 
 HERE = Path(__file__).parent / "exposure"
 SHARES = (0.01, 0.03, 0.1, 0.25, 0.5, 0.75, 1.0)  # of the weights: K / d
 ROUNDS = (1, 5, 20)
+PLAIN_DLG = Inversion("dlg", steps=600, lr=1.0, tv=0.0, restarts=4, screen=100, boxed=False)  # as in its paper
 
 
 def point(data: fv.Data, share: float, rounds: int, how: Attack, seed: fv.Seed) -> dict[str, Any]:
@@ -72,6 +77,30 @@ def slopes() -> None:
             (HERE / "slopes.json").write_text(json.dumps(told | {"points": points}, indent=2) + "\n", encoding="utf-8")
 
 
+def papers() -> None:
+    """Attack the same messages with the papers' attacks and with others, and write a row for each."""
+    data, seed = fv.load("digits"), fv.Seed.root(0)
+    by_name = {(case.name, case.records): case for case in matrix.cases()}
+    local = fv.LocalTraining(lr=0.1, batch=2)
+    tofu = fv.TofuCodec(points=32, steps=200, lr=0.15, decay="late")
+    asked = [
+        (by_name["raw gradient", 1], {"DLG": PLAIN_DLG, "Inverting Gradients": MATCHING}),
+        (by_name["FedAGE", 1], {"DLG": PLAIN_DLG, "Inverting Gradients": MATCHING}),
+        (by_name["FedAvg, 1 epoch in batches of 2", 8], {"Inverting Gradients": MATCHING}),
+        (matrix.Case("TOFU, 1 epoch in batches of 2", fv.FedAvg(local, up=tofu), 8), {"Inverting Gradients": MATCHING}),
+    ]
+    told = {"command": "python results/exposure.py papers", **environment(device="cpu", commit=_commit()), "seed": 0}
+    rows: list[dict[str, Any]] = []
+    for case, attacks in asked:
+        for name, inversion in attacks.items():
+            how = Attack(inversion, victims=10, seconds=600)
+            checked = matrix.checked(data, seed, how, lambda sentence: None)
+            made, _ = matrix.attacked(case, matrix.task_of(case, data, seed), seed, how, checked, lambda sentence: None)
+            rows += [{"attack": name, **msgspec.to_builtins(row)} for row in made]
+            print(case.name, name, [row.exposure and row.exposure.why for row in made], flush=True)
+            (HERE / "papers.json").write_text(json.dumps(told | {"rows": rows}, indent=2) + "\n", encoding="utf-8")
+
+
 def _commit() -> str:
     asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     return asked.stdout.strip()
@@ -79,10 +108,11 @@ def _commit() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("matrix", "slopes"))
+    parser.add_argument("part", choices=("matrix", "slopes", "papers"))
     HERE.mkdir(exist_ok=True)
-    if parser.parse_args().part == "slopes":
-        return slopes()
+    chosen = parser.parse_args().part
+    if chosen != "matrix":
+        return {"slopes": slopes, "papers": papers}[chosen]()
     where = environment(command="fedveil audit --matrix digits --victims 10", device="cpu", commit=_commit())
     run("digits", HERE, (), Attack(victims=10, seconds=300), 0, where, lambda sentence: None)
 

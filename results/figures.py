@@ -633,6 +633,94 @@ def rivals() -> str:
     return "\n\n".join(pieces) or "Nothing yet: `python -m benchmarks.rivals -o results/rivals-cpu.json` writes it."
 
 
+def exposure() -> str:
+    """What messages of the digits expose, from the matrix of attacks."""
+    done = json.loads((EXPOSED / "matrix.json").read_text(encoding="utf-8"))
+    head = ["clients send", "records", "the server attacks", "cosine", "labels, %", "PSNR, dB", "identified, %"]
+    body = []
+    for row in done["rows"]:
+        found = row["exposure"]
+        near, epsilon = found["reached"] or {}, row["epsilon"]
+        figures = [_value(found["labels"], 100), _value(near.get("psnr")), _value(near.get("identified"), 100)]
+        records = str(found["records"] or row["records"])
+        cosine = f"{found['cosine']['value']:.2f}"
+        assert epsilon is None or "ε" in row["case"]
+        body.append([row["case"], records, found["kind"], cosine, *figures, found["verdict"]])
+    told = f"`{done['environment']['command']}`, commit {done['environment']['commit']}:"
+    return f"{told}\n\n{table([*head, ''], body, 1)}"
+
+
+def guesses() -> str:
+    """What is reached without a message."""
+    done = json.loads((EXPOSED / "matrix.json").read_text(encoding="utf-8"))
+    seen: dict[int, dict[str, Any]] = {}
+    for row in done["rows"]:
+        if row["exposure"]["baselines"]:
+            seen.setdefault(row["exposure"]["records"], row["exposure"]["baselines"])
+    body = [
+        [str(records), guess, _value(near["psnr"]), _value(near["identified"], 100)]
+        for records, found in sorted(seen.items())
+        for guess, near in found.items()
+    ]
+    return table(["records", "guess", "PSNR, dB", "identified, %"], body, 2)
+
+
+def given_away() -> str:
+    """Pictures rebuilt from slopes, against K / d and rounds."""
+    told = json.loads((EXPOSED / "slopes.json").read_text(encoding="utf-8"))
+    body = []
+    for each in told["points"]:
+        ranged = f"{each['psnr']:.1f} ({each['psnr low']:.1f} to {each['psnr high']:.1f})"
+        measured = [f"{each['cosine']:.2f}", ranged, percent(each["identified"])]
+        body.append([count(each["rounds"]), count(each["K"]), f"{each['slopes / d']:.2f}", *measured])
+    head = ["rounds", "K", "slopes / d", "cosine", "PSNR, dB (95%)", "identified, %"]
+    first = told["points"][0]
+    said = (
+        f"`{told['command']}`, commit {told['commit']}. The mean test picture reaches {first['mean: psnr']:.1f} dB, the "
+        f"test picture nearest to the truth {first['nearest: psnr']:.1f} dB."
+    )
+    return f"{said}\n\n{table(head, body, 0)}"
+
+
+def inverted() -> str:
+    """Attacks on CIFAR-10 pictures in the settings of their own papers."""
+    parts = json.loads((EXPOSED / "inversion.json").read_text(encoding="utf-8"))
+    names = {
+        "linear": "a linear layer, 1 record",
+        "idlg": "DLG, 1 record, the label read off (iDLG)",
+        "dlg": "DLG, 1 record, the label fitted",
+        "cosine": "Inverting Gradients, 1 record",
+        "cosine-batch": "Inverting Gradients, 4 records",
+    }
+    rows = {name: parts[part] for part, name in names.items()}
+    rows |= {f"2 epochs in batches of 2, 4 records: {k}": v for k, v in parts["epochs"].items() if "psnr" in v}
+    rows |= {f"random vectors: {k}": v for k, v in parts["wrong"].items() if "psnr" in v}
+    body = [
+        [name, count(each["victims"]), *(_value(each[key]) for key in ("psnr",)), f"{each['ssim']['value']:.2f}"]
+        + [_value(each["identified"], 100), _value(each["exact"], 100)]
+        for name, each in rows.items()
+    ]
+    return table(["attack", "victims", "PSNR, dB", "SSIM", "identified, %", "exact, %"], body, 1)
+
+
+def argued() -> str:
+    """The attacks of the papers on FedAGE and TOFU, beside stronger ones."""
+    told = json.loads((EXPOSED / "papers.json").read_text(encoding="utf-8"))
+    body = []
+    for row in told["rows"]:
+        found = row["exposure"]
+        near = found["reached"]
+        figures = [f"{found['cosine']['value']:.2f}", _value(near["psnr"]), _value(near["identified"], 100)]
+        body.append([row["case"], count(row["records"]), row["attack"], found["kind"], *figures])
+    head = ["clients send", "records", "attack", "on", "cosine", "PSNR, dB", "identified, %"]
+    return f"`{told['command']}`, commit {told['commit']}:\n\n{table(head, body, 1)}"
+
+
+def _value(measured: dict[str, float] | None, times: float = 1.0) -> str:
+    """A mean or a share, without its interval."""
+    return "" if measured is None else f"{measured['value'] * times:.{0 if times > 1 else 1}f}"
+
+
 def _rival(label: str, found: dict[str, Any]) -> Sequence[str]:
     asked = f"{count(found['cohort'])} of {count(found['clients'])}"
     if "milliseconds" not in found:
@@ -685,6 +773,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "mnist commands": lambda: commands(f"mnist/{path.name}" for path in sorted((HERE / "mnist").iterdir())),
     "cifar commands": lambda: commands(f"cifar10/{path.name}" for path in sorted((HERE / "cifar10").iterdir())),
     "fashion commands": lambda: commands(f"fashion/{path.name}" for path in sorted((HERE / "fashion").iterdir())),
+    "exposure": exposure,
+    "guesses": guesses,
+    "slopes": given_away,
+    "inversion": inverted,
+    "papers": argued,
     "bench": bench,
     "rivals": rivals,
 }

@@ -38,7 +38,7 @@ WORKS = 0.5  # the share of them that it must identify
 MASKED, CODES = "masked", ("code", "difference")  # kinds of estimates
 FAITHFUL = 0.95  # a cosine from which a code hides nothing
 DEVIATIONS = 5.0  # of the cosine of noise, 1/√d, beyond which a masked vector is no noise
-SIMULATED = 1280  # records in all local steps up to which an attack goes through a client's training
+SIMULATED = 256  # records in all local steps up to which an attack goes through a client's training
 PICTURED = 8  # records that are drawn
 MATCHING = Inversion(steps=1200, tv=1e-4, restarts=4, screen=100)
 
@@ -148,7 +148,7 @@ def attempt(seen: Seen, chosen: Sequence[Estimate], records: int, how: Attack, d
         torch.stack([each.vector for each in chosen]).to(task.device),
         first.means,
         records,
-        local=local if isinstance(local, LocalTraining) else LocalTraining(batch=records),
+        local=_training(local, first.round, records),
     )
     if not task.data.labelled:
         return Attempt(first.kind, tuple(chosen), records, None, None, "", "records have no class labels")
@@ -163,6 +163,13 @@ def attempt(seen: Seen, chosen: Sequence[Estimate], records: int, how: Attack, d
         why = f"the device ran out of memory on {len(chosen)} messages of {records} records; use fewer --victims"
         return Attempt(first.kind, tuple(chosen), records, guessed, None, "", why)
     return Attempt(first.kind, tuple(chosen), records, guessed, found, words)
+
+
+def _training(local: object, round_: int, records: int) -> LocalTraining:
+    """The local training of a round; one step on all records where a method has none of its own."""
+    if not isinstance(local, LocalTraining):
+        return LocalTraining(batch=records)
+    return replace(local, lr=local.rate(round_))
 
 
 def rebuilt(task: Task, target: Target, how: Inversion, seed: Seed, tell: Tell, deadline: float) -> tuple[Found, str]:

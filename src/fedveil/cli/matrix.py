@@ -64,6 +64,7 @@ def run(
         _write(folder, done)
         told = rows[0].exposure.verdict if rows[0].exposure else "nothing to attack"
         say(f"{title(case)}: {told} ({time.monotonic() - began:.0f} s)")
+    _write(folder, done)  # the page is that of this version
     return done
 
 

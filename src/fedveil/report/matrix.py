@@ -67,8 +67,9 @@ def markdown(matrix: Matrix, kinds: Mapping[str, str], pictures: str) -> str:
     return f"""# What messages expose: {matrix.data}
 
 `{matrix.environment.get("command", "")}` ({matrix.environment.get("machine", "")}, PyTorch
-{matrix.environment.get("torch", "")}{_commit(matrix)}). The network is {matrix.model}. It has random weights, unless a row
-says otherwise. Ten clients hold one or eight records each, which favours the attacker. The server is honest but curious.
+{matrix.environment.get("torch", "")}{_commit(matrix)}). The network is {matrix.model}. It has random weights, unless
+a row says otherwise. Ten clients hold one or eight records each, which favours the attacker. The server is honest but
+curious.
 
 Everything here is **measured**: "found" means that this attack rebuilds records, "not found" that this attack does not,
 which is no proof that another one cannot. On raw gradients of single records (the control), it identifies
