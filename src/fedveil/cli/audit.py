@@ -93,7 +93,7 @@ def _audited(job: Job, saved: Saved, records: int, canaries: int, answers: int, 
     if secure := plan.method.noised_sum:
         tell("noised sums of two updates")
         size = min(plan.cohort.size, len(task.clients))
-        sums = users.audit(promise, secure, task.layout.size, size, seed)
+        sums = users.audit(promise, secure, plan.method.summed_numbers(task), size, seed)
     count, attacks, control, baseline = reached
     broken = [sentence for each in (canary, sums) if each for sentence in each.broken()]
     if epsilon is not None:

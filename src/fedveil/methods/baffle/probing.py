@@ -19,14 +19,13 @@ from torch import Tensor
 from torch.func import vmap
 from torch.overrides import TorchFunctionMode
 
+from fedveil.core import regrown
 from fedveil.core.directions import Directions
 from fedveil.core.task import Task
-from fedveil.gpu import forward
 from fedveil.gpu.products import Products
 
 CPU_MEMORY = 16 << 20  # bytes: more is no faster, because caches are smaller
-CPU_WORDS = 1 << 14  # of directions, drawn at a time for the same reason
-LAYER_WORDS = 1 << 11  # the same where little memory is the point
+LAYER_WORDS = 1 << 11  # of directions, drawn at a time where little memory is the point
 Rows = Iterable[tuple[slice, Tensor]]  # entries of directions: which, and their values [G, k, stop - start]
 
 
@@ -77,10 +76,7 @@ class Prober:
         total = torch.zeros(self.directions.size, device=device)
         step = max(1, self._memory // self._regrown)
         for key, own in zip(keys, coefficients, strict=True):
-            for first in range(0, len(own), step):
-                part = own[first : first + step].to(device)
-                z = self._rows(torch.tensor([key], device=device), first, len(part))[0]
-                total += part @ z
+            total += regrown.combine(self.directions, key, own.to(device)[None], step)[0]
         return self.spread(total)
 
     def spread(self, z: Tensor) -> Tensor:
@@ -113,12 +109,7 @@ class Prober:
         return int(torch.cuda.get_device_properties(self.task.device).total_memory) // 6
 
     def _rows(self, keys: Tensor, first: int, count: int, span: tuple[int, int] | None = None) -> Tensor:
-        if self.directions.law == "gaussian" and span is None and forward.available(keys):
-            return forward.gaussians(keys, first, count, self.directions.size)
-        words = LAYER_WORDS if self.by_layer else CPU_WORDS
-        piece = None if keys.is_cuda else max(1024, words // (len(keys) * count))
-        rows: Tensor = self.directions.rows(torch, keys, first, count, piece, span)
-        return rows
+        return regrown.rows(self.directions, keys, first, count, span, LAYER_WORDS if self.by_layer else regrown.WORDS)
 
     @cached_property
     def _spans(self) -> dict[str, tuple[int, int]]:
