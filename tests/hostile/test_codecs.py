@@ -273,7 +273,7 @@ def test_a_payload_cannot_claim_more_records_than_anybody_has(name):
 
 
 def test_the_codecs_here_are_all_that_are_not_raw():
-    modules = {f"fedveil.codecs.{name}" for name in ("half", "qsgd", "topk", "tofu", "fedsynth")}
+    modules = {f"fedveil.codecs.{name}" for name in ("half", "qsgd", "topk", "sketch", "tofu", "fedsynth")}
     known = {name for name, codec in fv.Codec.registry.items() if codec.__module__ in modules}
     assert {codec.name for codec in CODECS.values()} == known
 
