@@ -147,7 +147,8 @@ class Hadamard(Map):
         """K of d places, [K]: one of each K-th part of them, from a random place on, so that all are equally likely."""
         bounds = torch.arange(self.count + 1, device=device) * self.size // self.count
         drawn = words(torch.tensor([self.key], device=device), torch.arange(-2 - self.count, -1, device=device)) & MASK
-        return (bounds[:-1] + drawn[:-1] % bounds.diff() + drawn[-1] % self.size) % self.size
+        places: Tensor = (bounds[:-1] + drawn[:-1] % bounds.diff() + drawn[-1] % self.size) % self.size
+        return places
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,8 @@ class CountSketch(Map):
 
     def sketch(self, vectors: Tensor) -> Tensor:
         signed = F.pad(vectors * self.signs(vectors.device), (0, -self.size % self.count))
-        return signed.unflatten(1, (-1, self.count)).sum(1) * self._scales(vectors.device)
+        numbers: Tensor = signed.unflatten(1, (-1, self.count)).sum(1)
+        return numbers * self._scales(vectors.device)
 
     def restore(self, numbers: Tensor) -> Tensor:
         scaled = numbers * self._scales(numbers.device) * (self.count / self.size)
