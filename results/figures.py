@@ -28,6 +28,7 @@ from fedveil.report import curves, svg, write
 
 HERE = Path(__file__).resolve().parent
 PAGES = (HERE.parent / "README.md", HERE / "README.md")
+EXPOSED = HERE / "exposure"
 DRAWN = HERE.parent / "docs" / "figures"
 DIGITS = (  # in the order of the table; the first is what the others are compared with
     *("fedavg", "fedprox", "scaffold", "q-fedavg", "fedsgd"),
@@ -677,7 +678,7 @@ def given_away() -> str:
     first = told["points"][0]
     said = (
         f"`{told['command']}`, commit {told['commit']}. The mean test picture reaches {first['mean: psnr']:.1f} dB, the "
-        f"test picture nearest to the truth {first['nearest: psnr']:.1f} dB."
+        f"one nearest to the truth {first['nearest: psnr']:.1f} dB."
     )
     return f"{said}\n\n{table(head, body, 0)}"
 
@@ -696,11 +697,14 @@ def inverted() -> str:
     rows |= {f"2 epochs in batches of 2, 4 records: {k}": v for k, v in parts["epochs"].items() if "psnr" in v}
     rows |= {f"random vectors: {k}": v for k, v in parts["wrong"].items() if "psnr" in v}
     body = [
-        [name, count(each["victims"]), *(_value(each[key]) for key in ("psnr",)), f"{each['ssim']['value']:.2f}"]
-        + [_value(each["identified"], 100), _value(each["exact"], 100)]
+        [name, count(each["victims"]), _value(each["psnr"]), f"{each['ssim']['value']:.2f}", *_found(each)]
         for name, each in rows.items()
     ]
     return table(["attack", "victims", "PSNR, dB", "SSIM", "identified, %", "exact, %"], body, 1)
+
+
+def _found(each: dict[str, Any]) -> list[str]:
+    return [_value(each["identified"], 100), _value(each["exact"], 100)]
 
 
 def argued() -> str:

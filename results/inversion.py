@@ -1,6 +1,6 @@
 """How well inversion works where its papers say it does: untrained networks and the raw gradient of CIFAR-10 pictures.
 
-python results/inversion.py --data DIR --out results/exposure/inversion.json [--victims N] [--parts dlg …] [--device cuda]
+python results/inversion.py --data DIR --out results/exposure/inversion.json [--victims N] [--parts …] [--device cuda]
 
 `DIR/cifar10` holds the binary batches. Victims are drawn by the seed before anything is attacked. Parts:
 

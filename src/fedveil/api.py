@@ -8,6 +8,7 @@ from fedveil.codecs.half import Half
 from fedveil.codecs.powersgd import PowerSgd
 from fedveil.codecs.qsgd import Qsgd
 from fedveil.codecs.raw import Raw
+from fedveil.codecs.sketch import Sketch
 from fedveil.codecs.tiers import Tiers
 from fedveil.codecs.tofu import TofuCodec
 from fedveil.codecs.topk import TopK
@@ -97,6 +98,7 @@ __all__ = [
     "SecureSum",
     "Seed",
     "ServerOptimizer",
+    "Sketch",
     "Slots",
     "Split",
     "SplitSpec",

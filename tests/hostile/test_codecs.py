@@ -31,6 +31,7 @@ CODECS: dict[str, fv.Codec] = {
     "half, bfloat16": fv.Half(dtype="bfloat16"),
     "qsgd": fv.Qsgd(bits=4, bucket=8),
     "top-k": fv.TopK(share=0.4),
+    "sketch": fv.Sketch(4),
     **{f"tofu, {p}": fv.TofuCodec(points=2, steps=3, precision=p) for p in ("float32", "float16", "uint8")},
     **{
         f"fedsynth, {p}": fv.FedSynthCodec(batches=2, batch=2, epochs=1, fits=3, precision=p)
@@ -142,6 +143,12 @@ SPARSE: dict[str, tuple[Attack, str]] = {
     "a place below zero": (changed(places=lambda t: torch.tensor([-1, 3, 5], dtype=torch.int32)), OUT),
     "a value of 1e30": (changed(values=put(1e30)), OUT),
 }
+SKETCHED: dict[str, tuple[Attack, str]] = {
+    "a number of 1e30": (changed(numbers=put(1e30)), OUT),
+    "the key of another round": (changed(key=lambda key: bytes(8)), "out of step"),
+    "a key of 9 bytes": (changed(key=lambda key: bytes(9)), "wrong field"),
+    "a key that is a number": (changed(key=lambda key: 7), "wrong field"),
+}
 HALF: dict[str, tuple[Attack, str]] = {"bytes of half the update": (changed(update=lambda t: t[:4]), "wrong shape")}
 WIDE_HALF: dict[str, tuple[Attack, str]] = {"a value of 1e30": (changed(update=put(1e30)), OUT)}
 OWN = {
@@ -149,6 +156,7 @@ OWN = {
     "half, bfloat16": HALF | WIDE_HALF,
     "qsgd": QUANTISED,
     "top-k": SPARSE,
+    "sketch": SKETCHED,
     "tofu, float32": PROXIES | LABELS | RANGE,
     "tofu, float16": PROXIES | LABELS | RANGE,
     "tofu, uint8": PROXIES | BYTE_LABELS | RANGE,
@@ -265,7 +273,7 @@ def test_a_payload_cannot_claim_more_records_than_anybody_has(name):
 
 
 def test_the_codecs_here_are_all_that_are_not_raw():
-    modules = {f"fedveil.codecs.{name}" for name in ("half", "qsgd", "topk", "tofu", "fedsynth")}
+    modules = {f"fedveil.codecs.{name}" for name in ("half", "qsgd", "topk", "sketch", "tofu", "fedsynth")}
     known = {name for name, codec in fv.Codec.registry.items() if codec.__module__ in modules}
     assert {codec.name for codec in CODECS.values()} == known
 

@@ -41,6 +41,7 @@ CODECS: dict[str, fv.Codec] = {
     "zstd": fv.Zstd(),
     "tiers": fv.Tiers(fv.TopK(0.2), fv.TopK(0.1)),
     "powersgd": fv.PowerSgd(2),
+    "sketch": fv.Sketch(48),
     "fedage": fv.FedAgeCodec(block=16, cohort=5, code="linear"),
     "fedsynth": fv.FedSynthCodec(batches=1, batch=2, epochs=1, fits=2, best=False),
     "tofu": fv.TofuCodec(points=2, steps=2),

@@ -75,6 +75,8 @@ def test_what_a_combination_costs_is_known_before_it_runs():
         ("fedavg", "powersgd", "none", "clear", "full weights"),
         ("fedavg", "powersgd", "none", "secure", "full weights"),
         ("q-fedavg", "fedage", "none", "clear", "full weights"),
+        ("scaffold", "sketch", "none", "clear", "steps"),
+        ("scaffold", "sketch", "user, in the sum", "secure", "full weights"),
         ("baffle-epochs", "half", "none", "clear", "full weights"),
     ):
         method = matrix.built(cell)

@@ -405,7 +405,7 @@ def test_too_coarse_a_fixed_point_is_refused_with_the_bits_that_suffice(noise, r
     assert not any(refused(bits, size) for bits, size in [(8, 8), (8, 100), (20, 20_010), (20, 10**6), (52, 10)])
     for bits, size in [(2, 1), (4, 10), (4, 650), (6, 650), (8, 20_010)]:
         told = refused(bits, size)
-        assert f"method.secure.bits is {bits}, too coarse for user_privacy with {size:,} weights" in told
+        assert f"method.secure.bits is {bits}, too coarse for user_privacy with {size:,} numbers" in told
         enough = int(told.rpartition("set it to ")[2].split()[0])
         assert not refused(enough, size)
         assert refused(enough - 1, size)

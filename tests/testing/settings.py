@@ -24,6 +24,7 @@ CODECS: dict[str, fv.Codec] = {
     "tofu": fv.TofuCodec(points=8, steps=200),
     "fedage": FEDAGE,
     "tiers": fv.Tiers(strong=fv.TopK(0.5), weak=fv.TopK(0.1)),
+    "sketch": fv.Sketch(64),
 }
 SLOW = {"fedsynth", "tofu"}  # codecs that fit; as methods, with few steps, they are quick
 
@@ -46,6 +47,8 @@ VARIANTS: dict[str, fv.Method] = {
     "secure codes": fv.FedAge(up=FEDAGE, secure=SECURE),
     "secure factors": fv.FedAvg(up=fv.PowerSgd(), feedback=True, secure=SECURE),
     "factors": fv.FedAvg(up=fv.PowerSgd(), feedback=True),
+    "sketches": fv.FedAvg(up=fv.Sketch(64), down=fv.Sketch(64), feedback=True),
+    "private sketches": fv.FedAvg(up=fv.Sketch(64), user_privacy=USERS, secure=SECURE),
     "compressed": fv.FedAvg(up=fv.Zstd(), down=fv.Zstd()),
     "controls in codes": fv.Scaffold(up=fv.Half(), down=fv.Half()),
     "private controls": fv.Scaffold(privacy=DP),

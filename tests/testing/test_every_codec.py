@@ -14,6 +14,8 @@ MORE: list[fv.Codec] = [
     fv.Zstd(fv.Raw()),
     fv.Zstd(fv.Half()),
     fv.PowerSgd(rank=1),
+    fv.Sketch(64, law="count"),
+    fv.Sketch(64, law="gaussian"),
     fv.FedAgeCodec(code="linear", block=16, permute=False),
     fv.FedAgeCodec(code="packed", block=16, scales="layers"),
     fv.Tiers(strong=fv.Qsgd(8), weak=fv.Qsgd(4)),

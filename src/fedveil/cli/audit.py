@@ -193,7 +193,7 @@ def _audited(
         if secure := plan.method.noised_sum:
             tell("noised sums of two updates")
             size = min(plan.cohort.size, len(task.clients))
-            sums = users.audit(promise, secure, task.layout.size, size, seed)
+            sums = users.audit(promise, secure, plan.method.summed_numbers(task), size, seed)
             found = msgspec.structs.replace(found, sums=sums)
     broken = [sentence for each in (found.mechanism, found.sums) if each for sentence in each.broken()]
     if epsilon is not None:

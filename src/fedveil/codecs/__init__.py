@@ -7,6 +7,7 @@ import fedveil.codecs.half
 import fedveil.codecs.powersgd
 import fedveil.codecs.qsgd
 import fedveil.codecs.raw
+import fedveil.codecs.sketch
 import fedveil.codecs.tiers
 import fedveil.codecs.tofu
 import fedveil.codecs.topk

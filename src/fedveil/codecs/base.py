@@ -5,12 +5,14 @@ A codec turns updates at weights `w` into payloads and payloads back into update
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic
 
 from torch import Tensor
 from typing_extensions import TypeVar
 
+from fedveil.core import schema
 from fedveil.core.forecast import Compute
 from fedveil.core.message import KINDS, Answer, Size
 from fedveil.core.seeds import Seed
@@ -36,6 +38,7 @@ class Codec(Generic[P]):
     server_can_encode: ClassVar[bool] = True  # whether the server, which has no records, can encode with it
     in_code_space: ClassVar[bool] = False  # whether the server averages codes before it decodes (`AgreedCodec`)
     lossy: ClassVar[bool] = True  # whether decoding differs from the update
+    linear: ClassVar[bool] = False  # whether a payload is one tensor, a map of the update that a round's clients share
     extra: ClassVar[Mapping[str, Any]] = {}  # fields that it adds to the method's question, with their types
     needs: ClassVar[tuple[str, ...]] = ()  # operations of the model, by the names in `capability.WAYS_OUT`
     registry: ClassVar[dict[str, type[Codec]]] = {}
@@ -75,6 +78,25 @@ class Codec(Generic[P]):
     def sizes(self, task: Task) -> Mapping[str, Size]:
         """Return the sizes behind the dimension names of the payload."""
         return task.sizes
+
+    def shared(self, seed: Seed) -> Mapping[str, Any]:
+        """Return the fields of a payload, other than tensors, that the public seed of a round determines. They are the
+        same for all clients, and a secure sum does not carry them."""
+        return {}
+
+    def summed_numbers(self, task: Task) -> int:
+        """Return how many numbers stand for a vector where vectors are clipped, noised and added up: the weights, or
+        for a linear codec the numbers of its payload."""
+        if not self.linear:
+            return task.layout.size
+        _, shape = schema.fields(self.payload)[self.code_field].bind(self.sizes(task))
+        return math.prod(shape)
+
+    @property
+    def code_field(self) -> str:
+        """The name of the one tensor in a linear codec's payload."""
+        (name,) = schema.fields(self.payload)
+        return name
 
     def forecast_compute(self, records: int) -> Compute:
         """Return the compute that encoding one update takes of a client with so many records."""
@@ -132,5 +154,8 @@ def _problems(codec: Codec) -> Iterator[str]:
             yield f"{told}, which has no field `share`, the weight on a client's codes; add it with Shape((1,))"
     elif "records" not in fields:
         yield f"{told}, which has no field `records`, by which updates are weighted; add `records: Count = 1`"
+    elif codec.linear:
+        if not getattr(payload, "additive", False) or len(schema.fields(payload)) != 1:
+            yield f"{told}, but a linear codec's payload states additive = True and has one tensor; let it do so"
     elif getattr(payload, "additive", False) and "update" not in fields:
         yield f"{told}, which is additive and has no field `update` [d] to sum; add it, or leave `additive` out"

@@ -135,14 +135,23 @@ def _rows(tensors: Sequence[Tensor]) -> Tensor | None:
 def blank(record: type[R], sizes: Mapping[str, Size]) -> R:
     """A record of the right shapes without values: tensors on torch's `meta` device, numbers 0 or their default, and
     "bytes" of what varies in length."""
-    hints, known = typing.get_type_hints(record), dict[str, Any]()
+    hints, known = typing.get_type_hints(record, include_extras=True), dict[str, Any]()
     for each in msgspec.structs.fields(record):
         if schema := fields(record).get(each.name):
             dtype, shape = schema.bind(sizes)
             known[each.name] = torch.empty(shape, dtype=dtype, device="meta")
         elif each.required:
-            known[each.name] = bytes(_most(sizes)) if hints[each.name] is bytes else hints[each.name]()
+            known[each.name] = _empty(hints[each.name], sizes)
     return record(**known)
+
+
+def _empty(hint: Any, sizes: Mapping[str, Size]) -> Any:
+    """A number 0, or bytes: as many as their type states, else the most of what varies in length."""
+    kind, *meta = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+    if kind is not bytes:
+        return kind()
+    stated: list[int] = [m.max_length for m in meta if isinstance(m, msgspec.Meta) and m.max_length is not None]
+    return bytes(stated[0] if stated else _most(sizes))
 
 
 def size_limit(record: type[Record], sizes: Mapping[str, Size]) -> int:

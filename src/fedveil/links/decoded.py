@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from fedveil.codecs.base import Codec
@@ -35,6 +36,8 @@ class Decoded(Uplink):
     counted:    whether updates are weighted by records; otherwise an answer says 1, or nothing
     limited:    whether a vector far longer than the cohort's median is scaled down to it
     transforms: told what the server will decode
+    coded:      whether a linear codec's codes are aggregated, and only the result is decoded
+    release:    transforms of a linear codec's codes, after which they may leave a client
     """
 
     codec: Codec
@@ -43,6 +46,8 @@ class Decoded(Uplink):
     counted: bool = True
     limited: bool = False
     transforms: tuple[Transform, ...] = ()
+    coded: bool = False
+    release: tuple[Transform, ...] = ()
 
     def validate(self, task: Task) -> None:
         self.codec.validate(task)
@@ -54,7 +59,7 @@ class Decoded(Uplink):
             return self._collect(cohort, question, at)
 
     def _collect(self, cohort: Cohort, question: Question, at: Tensor) -> Total:
-        merged = Merged(self.aggregator, len(at))
+        merged = Merged(self.aggregator, self._width(cohort.task))
         told: dict[str, dict[int, float]] = {name: {} for name, _ in self.payloads.scalars}
         answered = 0
         for answers in cohort.batches(question, self._at_once(cohort.task)):
@@ -72,11 +77,23 @@ class Decoded(Uplink):
             cohort.require(merged.clients, len(cohort))
         scalars = {name: _sum(clamped(cohort, name, each)) for name, each in told.items()}
         means = merged.finish(cohort)
+
+        def vector(found: Tensor) -> Tensor:
+            if not self.coded:
+                return found
+            payload = self.codec.payload(**{self.codec.code_field: found}, **self.codec.shared(cohort.seed))
+            return self.codec.decode(cohort.task, at[None], [payload])[0]
+
         if not self.aggregator.quorum:  # who answered is private: only the noised mean may be looked at
             n = cohort.expected
-            return Total(lambda name: means[name], lambda name: means[name] * n, n, scalars)
+            return Total(lambda name: vector(means[name]), lambda name: vector(means[name]) * n, n, scalars)
         slots = {} if merged.statistics is None else {SLOT: Norms(merged.statistics)}
-        return Total(lambda name: means[name], lambda name: merged.sums[name], merged.clients, scalars, slots)
+        sums = merged.sums
+        return Total(lambda name: vector(means[name]), lambda name: vector(sums[name]), merged.clients, scalars, slots)
+
+    def _width(self, task: Task) -> int:
+        """How many numbers stand for a vector while vectors are aggregated."""
+        return self.codec.summed_numbers(task) if self.coded else task.layout.size
 
     @property
     def needs_all(self) -> str:
@@ -94,7 +111,7 @@ class Decoded(Uplink):
         for client, answer in answers.items():
             try:
                 for name in self.payloads.vectors:
-                    self.codec.for_client(client).check(cohort.task, self.payloads.part(answer, name))
+                    self._check(cohort, self.codec.for_client(client), self.payloads.part(answer, name))
                 if self.payloads.statistics:
                     cohort.task.norms.check(answer.statistics.cpu())
                 usable[client] = answer
@@ -102,16 +119,22 @@ class Decoded(Uplink):
                 cohort.reject(client, error)
         return usable
 
+    def _check(self, cohort: Cohort, codec: Codec, payload: Any) -> None:
+        """Raise `Refused` if a payload cannot be decoded, or is not of this round."""
+        codec.check(cohort.task, payload)
+        for name, value in codec.shared(cohort.seed).items():
+            if getattr(payload, name) != value:
+                raise Refused("out of step", f"the {name} of the message is not that of this round")
+
     def decoded(self, usable: Mapping[int, Any], cohort: Cohort, at: Tensor) -> tuple[dict[str, Tensor], list[int]]:
-        """Vectors [m, d] by name, decoded at the weights the clients had, and whose they are. A client whose vectors
-        are not finite is rejected by name."""
+        """Vectors [m, d] by name, decoded at the weights the clients had, or their codes [m, K], and whose they are. A
+        client whose vectors are not finite is rejected by name."""
         names = self.payloads.vectors
         if not usable:
-            return {name: at.new_empty(0, len(at)) for name in names}, []
+            return {name: at.new_empty(0, self._width(cohort.task)) for name in names}, []
         if self.aggregator.quorum and (shown := self.codec.exhibit(self._parts(usable, names[0])[0])):
             cohort.exhibit(*shown)
-        base = at.expand(len(usable), -1)
-        rows = {name: self.codec.decode(cohort.task, base, self._parts(usable, name)) for name in names}
+        rows = {name: self._read(cohort.task, self._parts(usable, name), at) for name in names}
         finite = torch.stack([vectors.sum(1).isfinite() for vectors in rows.values()]).all(0)
         for client, fine in zip(usable, finite.tolist(), strict=True):
             if not fine:
@@ -124,6 +147,12 @@ class Decoded(Uplink):
             rows = {name: torch.stack(shortened(cohort, name, own)) for name, own in each.items()}
         return rows, clients
 
+    def _read(self, task: Task, payloads: Sequence[Any], at: Tensor) -> Tensor:
+        """The vectors of payloads, [m, d], or their codes [m, K]."""
+        if self.coded:
+            return schema.stack(payloads, self.codec.code_field).to(at.device)
+        return self.codec.decode(task, at.expand(len(payloads), -1), payloads)
+
     def _parts(self, usable: Mapping[int, Any], name: str) -> list[Any]:
         return [self.payloads.part(answer, name) for answer in usable.values()]
 
@@ -134,7 +163,7 @@ class Decoded(Uplink):
 
     def _answer(self, given: Given, stack: ClientStack, question: Any) -> list[Any]:
         w, x = given(stack, question)
-        parts = encoded(self.codec, stack, w, x, self.transforms)
+        parts = encoded(self.codec, stack, w, x, self.transforms, self.release)
         records = stack.rows.counts.tolist() if self.counted else None
         return self.payloads.join(parts, {n: v.tolist() for n, v in x.scalars.items()}, records, x.statistics)
 
@@ -194,9 +223,15 @@ class Merged:
 
 
 def encoded(
-    codec: Codec, stack: ClientStack, w: Tensor, x: Vectors, transforms: Sequence[Transform]
+    codec: Codec,
+    stack: ClientStack,
+    w: Tensor,
+    x: Vectors,
+    transforms: Sequence[Transform],
+    release: Sequence[Transform] = (),
 ) -> dict[str, list[Any]]:
-    """Payloads of each vector of clients that trained from `w` [d]. Transforms are told what the server will decode.
+    """Payloads of each vector of clients that trained from `w` [d]. Transforms are told what the server will decode,
+    but for what `release` clips and adds: feedback would take the noise back.
 
     A codec that makes its own updates has nothing to compare them with."""
     base, purposes = w.expand(len(stack), -1), ["encoding", *(f"encoding {name}" for name in list(x.named)[1:])]
@@ -209,7 +244,20 @@ def encoded(
         measure(stack, x, decoded)
         for transform in transforms:
             transform.sent(stack, x, decoded)
-    return parts
+    return _released(codec, stack, parts, release) if release else parts
+
+
+def _released(
+    codec: Codec, stack: ClientStack, parts: Mapping[str, list[Any]], release: Sequence[Transform]
+) -> dict[str, list[Any]]:
+    """Payloads of a linear codec whose codes are clipped, and noised, all of a client's together."""
+    codes = Vectors({name: schema.stack(rows, codec.code_field) for name, rows in parts.items()})
+    for transform in release:
+        codes = transform.client(stack, codes)
+    return {
+        name: [replace(payload, **{codec.code_field: row}) for payload, row in zip(rows, codes[name], strict=True)]
+        for name, rows in parts.items()
+    }
 
 
 def measure(stack: ClientStack, x: Vectors, decoded: Vectors) -> None:

@@ -169,7 +169,8 @@ class EncodedSteps:
         """The clients will decode the step, so the decoded one is what the server takes, too."""
         task = cohort.task
         change = (after.weights - before.weights)[None]
-        payload = self.codec.encode(task, before.weights[None], change, [cohort.seed.child("down")], None)[0]
+        seed = cohort.seed if self.codec.linear else cohort.seed.child("down")  # a step in the span of sketches fits
+        payload = self.codec.encode(task, before.weights[None], change, [seed], None)[0]
         weights = _apply(self.codec, task, before.weights, payload)
         cohort.note(cosine_down=_cosine(weights - before.weights, change[0]))
         return self.steps.record(before, replace(after, weights=weights), payload, cohort)

@@ -31,6 +31,7 @@ class Summed(Uplink):
 
     counted: whether clients weigh by their records
     noised:  whether clients add noise inside the sum, which is then divided by a public number of clients
+    release: transforms of a linear codec's codes, after which they may leave a client
     """
 
     codec: Codec
@@ -39,6 +40,7 @@ class Summed(Uplink):
     counted: bool = True
     noised: bool = False
     transforms: tuple[Transform, ...] = ()
+    release: tuple[Transform, ...] = ()
 
     def validate(self, task: Task) -> None:
         self.codec.validate(task)
@@ -46,12 +48,12 @@ class Summed(Uplink):
 
     def collect(self, state: State, cohort: Cohort, question: Question, at: Tensor) -> Total:
         total = ask_sum(cohort, question, self.how)
-        count = cohort.expected if self.noised else len(total.clients)
+        count, shared = cohort.expected if self.noised else len(total.clients), self.codec.shared(cohort.seed)
 
         def mean(name: str) -> Tensor:
             fields = {f: self.payloads.field(name, f) for f in schema.fields(self.codec.payload)}
             values = {f: (total.totals[g] / count).float() if self.noised else total.mean(g) for f, g in fields.items()}
-            return self.codec.decode(cohort.task, at[None], [self.codec.payload(**values)])[0]
+            return self.codec.decode(cohort.task, at[None], [self.codec.payload(**values, **shared)])[0]
 
         return Total(mean, lambda name: mean(name) * count, count)
 
@@ -61,7 +63,7 @@ class Summed(Uplink):
 
     def _answer(self, given: Given, stack: ClientStack, question: Any) -> list[Any]:
         w, x = given(stack, question)
-        parts = encoded(self.codec, stack, w, x, self.transforms)
+        parts = encoded(self.codec, stack, w, x, self.transforms, self.release)
         return self.payloads.join(parts, {}, stack.rows.counts.tolist() if self.counted else None)
 
     def reply(self, question: type[Question]) -> type[Answer]:

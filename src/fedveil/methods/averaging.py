@@ -235,7 +235,11 @@ class Averaging(Method):
         users = self.user_privacy
         if users is None or self.parts.trusted:
             return self.trainer.client_cost(task)
-        return users.account(task, secure=self.secure if users.where == "sum" else None, vectors=len(self.vectors))
+        secure = self.secure if users.where == "sum" else None
+        return users.account(task, secure=secure, size=self.summed_numbers(task))
+
+    def summed_numbers(self, task: Task) -> int:
+        return len(self.vectors) * (task.layout.size if self.full_rounds else self.up.summed_numbers(task))
 
     def account(self, task: Task, sampler: CohortSampler) -> Account | None:
         rules.validate_sampling(self, task, sampler)

@@ -103,7 +103,8 @@ class Options(Protocol):
 class Parts:
     """The parts of one phase.
 
-    release:    transforms after which vectors may leave a client: clip, noise, weights
+    release:    transforms after which vectors may leave a client: clip, noise, weights. A linear codec's uplink clips
+                and noises codes instead
     transforms: further transforms before the codec
     secure:     settings of the secure sum; None: in the clear
     trusted:    whether the server adds the noise of user-level privacy
@@ -135,6 +136,7 @@ def assemble(m: Options, full: bool = False, statistics: bool = False) -> Parts:
     trusted, equal = summed and not m.secure, bool(m.privacy or users)
     private: tuple[Transform, ...] = (ClipNoise(users, noise=not summed),) if users and not trusted else ()
     feedback = (Feedback(),) if m.feedback and codec.lossy else ()
+    before, after = ((), private) if codec.linear else (private, ())
     weigh = (Weigh(equal),) if codec.in_code_space and m.weighted else ()
     secure = _secure(m, codec, equal)
     scalars, counted = tuple(m.scalars.items()), m.weighted and not equal
@@ -143,14 +145,15 @@ def assemble(m: Options, full: bool = False, statistics: bool = False) -> Parts:
     if codec.in_code_space:
         up = Agreed(cast(AgreedCodec, codec), scalars, secure, feedback)
     elif secure and codec.payload.additive:
-        up = Summed(codec, secure, payloads, counted, noised=summed, transforms=feedback)
+        up = Summed(codec, secure, payloads, counted, noised=summed, transforms=feedback, release=after)
     else:
         aggregator = NoisySum(users) if users and trusted else m.aggregator
         limited = m.limited and not trusted  # a median of the clients would let one change what others add to the sum
-        up = Decoded(codec, payloads, aggregator, counted, limited, feedback)
+        coded = codec.linear and (trusted or m.aggregator.linear)
+        up = Decoded(codec, payloads, aggregator, counted, limited, feedback, coded, after)
     extra = {**m.broadcasts, **codec.extra, **({"statistics": Statistics} if statistics else {})}
     down = _down(None if full else m.down, TrainFull if full else Train, extra)
-    return Parts(private + weigh, feedback, up, down, secure, trusted, equal, full, statistics)
+    return Parts(before + weigh, feedback, up, down, secure, trusted, equal, full, statistics)
 
 
 def _down(codec: Codec | None, plain: type[Question], extra: Mapping[str, Any]) -> Downlink:

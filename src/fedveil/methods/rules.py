@@ -161,9 +161,9 @@ RULES = (
     ),
     Rule(
         "private payloads that do not add up",
-        lambda m: _noised_sum(m) and m.secure and (m.up.lossy or not m.up.payload.additive),
+        lambda m: _noised_sum(m) and m.secure and ((m.up.lossy and not m.up.linear) or not m.up.payload.additive),
         lambda m: (
-            f"method.secure cannot sum {m.up.name}'s messages, so clients cannot share the noise; use another codec, "
+            f"method.secure cannot sum {m.up.name}'s messages, so clients cannot share the noise; use raw or sketch, "
             f"{CLIENT}"
         ),
     ),
@@ -201,7 +201,7 @@ RULES = (
         lambda m: m.secure and not m.up.payload.additive and not m.full_rounds,
         lambda m: (
             f"method.secure needs messages that can be added, but {m.up.name}'s have to be decoded one by one; use "
-            "raw or powersgd"
+            "raw, sketch or powersgd"
         ),
     ),
     Rule(

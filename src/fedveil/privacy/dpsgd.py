@@ -66,9 +66,9 @@ class DpSgd(Promise):
         if self.mechanism == "skellam" and self.noise != AUTO and self.sigma > MOST_SKELLAM:
             raise ValueError(f'privacy.noise is {self.noise:g}, too much for "skellam"; {MOST_SKELLAM:g} is the most')
 
-    def account(self, task: Task, batch: int, steps: int) -> Account:
+    def account(self, task: Task, batch: int, steps: int, size: int | None = None) -> Account:
         """The price of an answer of so many steps. The most records a client may hold are public; how many it has is
-        not."""
+        not. `size` is how many numbers a record adds to a sum; None: as many as there are weights."""
         if task.clients.max_records is None:
             raise ValueError(
                 "method.privacy needs split.max_records, a public bound on how many records a client may hold: without "
@@ -79,7 +79,7 @@ class DpSgd(Promise):
                 f"privacy.delta is {self.delta:g}, but a client may hold {task.largest} records; set it below "
                 f"{1 / task.largest:.2g}"
             )
-        return Account(self._step(task.layout.size, self.rate(task, batch), steps), self)
+        return Account(self._step(size or task.layout.size, self.rate(task, batch), steps), self)
 
     def _step(self, size: int, rate: float, steps: int) -> Steps:
         """The price of steps at gradients of `size` numbers."""
@@ -180,8 +180,8 @@ class Gradients:
             [rows for steps, secrets in pieces for rows in poisson(secrets[k].child("draw"), own, rate, steps)]
             for k, own in enumerate(stack.rows.indices)
         ]
-        padded = _padded(drawn, _at_once(weights) if current().compile else 1)
-        self._index, self._mask = (torch.from_numpy(each).to(device) for each in padded)  # [steps, C, B]
+        rows = padded(drawn, _at_once(weights) if current().compile else 1)
+        self._index, self._mask = (torch.from_numpy(each).to(device) for each in rows)  # [steps, C, B]
         self._noise = weights.new_empty(max(steps for steps, _ in pieces), *weights.shape, dtype=torch.float64)
         self._step, self._within = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
         self._keys: Tensor | None = None
@@ -334,7 +334,7 @@ def _even(count: int) -> int:
     return count + count % 2
 
 
-def _padded(drawn: Sequence[Sequence[np.ndarray]], multiple: int) -> tuple[np.ndarray, np.ndarray]:
+def padded(drawn: Sequence[Sequence[np.ndarray]], multiple: int) -> tuple[np.ndarray, np.ndarray]:
     """Draws of C clients in S steps as indices [S, C, B] and mask [S, C, B]; B is at least 1, under mask 0, and a
     multiple of `multiple`."""
     steps = len(drawn[0])

@@ -66,11 +66,13 @@ class UserLevel(Promise):
         if self.colluders < 0:
             raise ValueError(f"user_privacy.colluders is {self.colluders}; it is 0 or more")
 
-    def account(self, task: Task, rate: float = 1.0, secure: SecureSum | None = None, vectors: int = 1) -> Account:
+    def account(
+        self, task: Task, rate: float = 1.0, secure: SecureSum | None = None, size: int | None = None
+    ) -> Account:
         """The price of a round at a rate of being drawn.
 
-        secure:  the secure sum in which clients add the noise together
-        vectors: how many vectors of the weights' size a client sends
+        secure: the secure sum in which clients add the noise together
+        size:   how many numbers of a client are summed; None: as many as there are weights
         """
         if self.delta >= 1 / len(task.clients):
             raise ValueError(
@@ -78,7 +80,7 @@ class UserLevel(Promise):
                 f"{1 / len(task.clients):.2g}"
             )
         if secure:
-            size = vectors * task.layout.size
+            size = task.layout.size if size is None else size
             step = self.step(secure.bits, size)
             self._validate_precision(step, secure.bits, size)
             return Account(step, self, colluders=self.colluders)
@@ -105,7 +107,7 @@ class UserLevel(Promise):
         if here > COARSE * least:
             enough = next(n for n in range(bits + 1, FINEST + 1) if cost(self.step(n, size)) <= COARSE * least)
             raise ValueError(
-                f"method.secure.bits is {bits}, too coarse for user_privacy with {size:,} weights: one round would "
+                f"method.secure.bits is {bits}, too coarse for user_privacy with {size:,} numbers: one round would "
                 f"cost ε {here:.4g} ({self.relation}) instead of the {least:.4g} of noise without rounding; set it to "
                 f"{enough} or more"
             )

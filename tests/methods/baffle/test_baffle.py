@@ -278,12 +278,14 @@ SUMMED = {"secure": fv.SecureSum(clip=16.0)}
         SUMMED,
         {**SUMMED, "down": "replay"},
         {**SUMMED, "weak": 20},
+        {"privacy": fv.DpSgd(delta=1e-3), "batch": 7},
+        {"privacy": fv.DpSgd(delta=1e-3), "batch": 7, **SUMMED},
     ],
 )
 def test_what_a_run_costs_is_known_before(settings):
     """Of the batch level with these settings; None: of the epoch level."""
     plan = dataclasses.replace(
-        recipe.read("digits/fedavg", ["split.clients=60"]),
+        recipe.read("digits/fedavg", ["split.clients=60", "split.max_records=24"]),
         method=fv.BaffleEpochs(directions=40) if settings is None else fv.Baffle(directions=40, **settings),
         rounds=3,
         cohort=fv.CohortSampler(size=5),

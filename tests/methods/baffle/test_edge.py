@@ -237,8 +237,9 @@ def test_layers_that_are_not_trained_are_part_of_the_model_and_can_have_8_bits(t
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"down": "replay"}, "the edge client answers from full weights and in the clear"),
-        ({"secure": fv.SecureSum()}, "the edge client answers from full weights and in the clear"),
+        ({"down": "replay"}, "the edge client answers from full weights, in the clear and without noise"),
+        ({"secure": fv.SecureSum()}, "the edge client answers from full weights, in the clear and without noise"),
+        ({"privacy": fv.DpSgd()}, "the edge client answers from full weights, in the clear and without noise"),
     ],
 )
 def test_what_an_edge_client_cannot_do_is_said(task, tmp_path, settings, sentence):
@@ -273,7 +274,7 @@ def test_the_command_refuses_other_methods_and_folders_that_are_not_empty(tmp_pa
     assert "is a recipe of fedavg, whose clients train" in said("digits/fedavg", "-o", str(tmp_path / "e"))
     (tmp_path / "file").touch()
     assert "is there already and not an empty folder" in said("digits/baffle-clear", "-o", str(tmp_path))
-    assert "leave method.secure out" in said("digits/baffle", "-o", str(tmp_path / "e"))
+    assert "leave method.secure and method.privacy out" in said("digits/baffle", "-o", str(tmp_path / "e"))
 
 
 def test_the_command_writes_a_client(tmp_path):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from msgspec import Meta
@@ -24,8 +25,12 @@ from fedveil.core.task import Task
 from fedveil.gpu.graphs import one_thread
 from fedveil.links.replay import Key, Step, longest, replay
 from fedveil.links.steps import CatchUp, Steps, Version
+from fedveil.methods.about import PRIVATE
+from fedveil.methods.baffle import private
 from fedveil.methods.baffle.estimate import Estimate, key_of
 from fedveil.methods.baffle.probing import forward_only
+from fedveil.privacy.account import Account
+from fedveil.privacy.dpsgd import DpSgd
 from fedveil.privacy.secagg.client import stages
 from fedveil.privacy.secagg.server import ask_sum
 from fedveil.privacy.secagg.settings import SecureSum
@@ -75,9 +80,10 @@ class ProbeHere(Question, frozen=True):
 class Baffle(Estimate, Method):
     """Backpropagation-free federated learning (BAFFLE, algorithm 1): the K slopes of a batch go up, as in FedSGD.
 
-    batch:  records that a client draws for a question; None: all it has
-    down:   "weights", or "replay": the K coefficients of the server's step, which clients regrow
-    secure: learn sums only, through the secure sum
+    batch:   records that a client draws for a question; None: all it has
+    down:    "weights", or "replay": the K coefficients of the server's step, which clients regrow
+    secure:  learn sums only, through the secure sum
+    privacy: clip each record's slopes and add noise; `batch` records are then drawn on average, by Poisson sampling
     """
 
     name: ClassVar[str] = "baffle"
@@ -92,19 +98,20 @@ class Baffle(Estimate, Method):
             SUMMED,
             ("heuristic", "few numbers: K of d. That histograms of slopes look alike for data and noise, as in the "
             "paper, proves nothing: they are what a known linear map makes of the gradient."),
+            PRIVATE[0],
         ),
         paper=PAPER,
     )  # fmt: skip
     unsupported: ClassVar[Mapping[str, str]] = {
-        "privacy": "its slopes are of the loss of a whole batch, in which no record's part is clipped or covered by "
-        "noise",
-        "user_privacy": "it clips and noises updates, and baffle sends slopes of the loss; baffle-epochs sends updates",
+        "user_privacy": "it clips and noises updates, and baffle sends slopes of the loss; use baffle-epochs, with "
+        'method.up.name="sketch" for as few numbers',
     }
 
     batch: int | None = None
     down: str = "weights"
     server: ServerOptimizer = field(default_factory=lambda: ServerOptimizer("adam", 0.01, tau=1e-8))
     secure: SecureSum | None = None
+    privacy: DpSgd | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,6 +125,11 @@ class Baffle(Estimate, Method):
             raise ValueError(
                 'method.down is "replay", and a client that repeats a step does not know its round; leave '
                 "method.server.schedule and method.server.warmup out"
+            )
+        if self.privacy and (self.precision != "float32" or self.losses != "float64"):
+            raise ValueError(
+                "method.privacy runs the model in float64, so that no rounding moves more than a record's clip; leave "
+                "method.precision and method.losses out"
             )
         if self.secure and self.seeds == "own":
             raise ValueError(
@@ -133,13 +145,31 @@ class Baffle(Estimate, Method):
         return self.secure.min_clients if self.secure else 1
 
     @property
+    def promise(self) -> DpSgd | None:
+        return self.privacy
+
+    def client_cost(self, task: Task) -> Account | None:
+        return self.privacy.account(task, self._drawn(task), 1, self.directions) if self.privacy else None
+
+    def _drawn(self, task: Task) -> int:
+        """How many records the client with the most draws, on average under differential privacy."""
+        return task.largest if self.batch is None else min(self.batch, task.largest)
+
+    @property
+    def _sum(self) -> SecureSum | None:
+        """The settings of the secure sum. How many records a client has is private, so private answers weigh 1."""
+        return self.secure.even() if self.secure and self.privacy else self.secure
+
+    @property
     def needs(self) -> tuple[str, ...]:
         return (FORWARD_PASSES,)
 
     def init_state(self, task: Task) -> State:
         self.validate(task)
-        if self.secure:
-            self.secure.validate(task, Slopes)
+        if self._sum:
+            self._sum.validate(task, Slopes)
+        if self.privacy:
+            private.validate(task)
         return self.server.init_state(task.initial)
 
     # ------------------------------------------------------------------------------------------------ the server
@@ -157,8 +187,8 @@ class Baffle(Estimate, Method):
     def probed(self, now: State, cohort: Cohort) -> tuple[list[int], list[Tensor]]:
         """Ask for slopes: keys j, and coefficients c_j of the estimated gradient Σ_j Σ_k c_jk z_jk (eq. 7)."""
         key = key_of(cohort.seed)
-        if self.secure:
-            mean = ask_sum(cohort, self.question(now, key, self.directions), self.secure).mean("slopes")
+        if self._sum:
+            mean = ask_sum(cohort, self.question(now, key, self.directions), self._sum).mean("slopes")
             return [key], [mean / self.fewest]
         made = {k: self.question(now, key, k) for k in {self.count(client) for client in cohort.ids}}
         answers = cohort.ask({client: made[self.count(client)] for client in cohort.ids})
@@ -191,13 +221,15 @@ class Baffle(Estimate, Method):
             own = {ProbeHere: lambda stack, q: self.probe(stack, self.steps.held(stack, q.version), q)}
         else:
             own = {Probe: lambda stack, q: self.probe(stack, q.weights.to(stack.task.device), q)}
-        own = stages(self.secure, (own, Slopes)) if self.secure else own
+        own = stages(self._sum, (own, Slopes)) if self._sum else own
         return own | {CatchUp: self.steps.follow} if self.down == "replay" else own
 
     def probe(self, stack: ClientStack, w: Tensor, question: Probe | ProbeHere) -> list[Slopes]:
         """Slopes at `w` [d]. What is summed securely is of one length: a client of K_c directions answers with
         s_k · min K / K_c and then zeros, so no value is larger than its slope."""
         asked = self.asked(question)
+        if cost := self.client_cost(stack.task):
+            stack.charge(cost)
         if not self.secure:
             return self._probe(stack, w, question.key, asked)
         counts = [min(asked, self.count(client)) for client in stack.clients]
@@ -218,6 +250,11 @@ class Baffle(Estimate, Method):
         """The first `count` slopes. With shared seeds all clients' records run through the same perturbed models."""
         task = stack.task
         keys = words(torch.tensor([key]), torch.tensor(stack.clients))
+        if self.privacy:  # how many records were drawn, or are there, is not told
+            batch, own = self._drawn(task), keys if self.seeds == "own" else torch.tensor([key])
+            stack.passes += int(np.minimum(batch, stack.rows.counts).sum()) * self.passes(count)
+            found = private.answer(self.privacy, self.prober(task), stack, w, own, count, batch)
+            return [Slopes(row) for row in found.cpu()]
         index, mask = self.drawn(stack, keys)
         stack.reveal(records=[own[here > 0] for own, here in zip(index, mask, strict=True)])
         mask = mask / mask.sum(1, keepdim=True)
@@ -267,7 +304,8 @@ class Baffle(Estimate, Method):
         return replay(lambda task: self.server.init_state(task.initial), take, self.directions)
 
     def schema(self, task: Task, question: Question, client: int) -> Mapping[str, Size]:
-        return {**task.sizes, **question.sizes()}
+        sizes = {**task.sizes, **question.sizes()}
+        return {**sizes, "records": 1} if self.privacy else sizes
 
     def forecast_messages(self, task: Task, turn: Turn) -> list[Question]:
         count = self.directions if self.secure else self.count(turn.client)
@@ -276,8 +314,8 @@ class Baffle(Estimate, Method):
         if self.down == "replay":
             caught = self.steps.foreseen(task, longest(self.directions), turn.round - 1, turn.missed)
             asked = [caught, ProbeHere(turn.round - 1, 2**62, count)]
-        if self.secure:
-            asked[-1:] = self.secure.forecast_messages(self, task, asked[-1], turn)
+        if self._sum:
+            asked[-1:] = self._sum.forecast_messages(self, task, asked[-1], turn)
         return asked
 
     def forecast_compute(self, turn: Turn) -> Compute:

@@ -23,10 +23,10 @@ def export(task: Task, method: Baffle, folder: Path, quantise: bool = False) -> 
 
     quantise: weights that are not trained, which are part of the graph, become 8-bit integers with a scale a layer
     """
-    if method.down != "weights" or method.secure:
+    if method.down != "weights" or method.secure or method.privacy:
         raise ValueError(
-            'the edge client answers from full weights and in the clear; set method.down="weights" and leave '
-            "method.secure out"
+            'the edge client answers from full weights, in the clear and without noise; set method.down="weights" and '
+            "leave method.secure and method.privacy out"
         )
     if task.loss is not cross_entropy or task.data.y.dim() != 1:
         raise ValueError("the edge client knows the loss 'cross-entropy' with one label a record, and no other")

@@ -19,14 +19,13 @@ from torch import Tensor
 from torch.func import vmap
 from torch.overrides import TorchFunctionMode
 
+from fedveil.core import regrown
 from fedveil.core.directions import Directions
 from fedveil.core.task import Task
-from fedveil.gpu import forward
 from fedveil.gpu.products import Products
 
 CPU_MEMORY = 16 << 20  # bytes: more is no faster, because caches are smaller
-CPU_WORDS = 1 << 14  # of directions, drawn at a time for the same reason
-LAYER_WORDS = 1 << 11  # the same where little memory is the point
+LAYER_WORDS = 1 << 11  # of directions, drawn at a time where little memory is the point
 Rows = Iterable[tuple[slice, Tensor]]  # entries of directions: which, and their values [G, k, stop - start]
 
 
@@ -36,7 +35,7 @@ class Prober:
 
     places: which entries of the flat weights are perturbed, int64 [n]; None is all of them
     memory: about how many bytes a pass may hold; None lets the device decide
-    precision: in which models are run, but for their linear layers: float32, or float16 with a σ it does not swallow
+    precision: in which models are run: float32, float64, or float16 but for linear layers, with a σ it does not swallow
     by_layer: whether one direction runs at a time, and a layer is perturbed only while it runs
     losses: float64, where losses are compared record by record; or float32, where their means are, as in eq. 6
     """
@@ -59,6 +58,10 @@ class Prober:
         """
         return torch.cat(list(map(itemgetter(1), self._walk(w, keys, x, y, share, count))), -1)
 
+    def each(self, w: Tensor, keys: Tensor, x: Tensor, y: Tensor, count: int) -> Tensor:
+        """Slopes of each record's own loss along the first `count` directions of each key, float64 [G, B, count]."""
+        return torch.cat(list(map(itemgetter(1), self._walk(w, keys, x, y, None, count))), -1)
+
     def gradient(self, w: Tensor, keys: Tensor, x: Tensor, y: Tensor, mask: Tensor, count: int) -> Tensor:
         """The estimate of each client's gradient of its mean loss, [G, d] (eq. 6); `mask` [G, B] is 0 for padding."""
         share = (mask / mask.sum(1, keepdim=True).clamp(min=1))[..., None]
@@ -77,10 +80,7 @@ class Prober:
         total = torch.zeros(self.directions.size, device=device)
         step = max(1, self._memory // self._regrown)
         for key, own in zip(keys, coefficients, strict=True):
-            for first in range(0, len(own), step):
-                part = own[first : first + step].to(device)
-                z = self._rows(torch.tensor([key], device=device), first, len(part))[0]
-                total += part @ z
+            total += regrown.combine(self.directions, key, own.to(device)[None], step)[0]
         return self.spread(total)
 
     def spread(self, z: Tensor) -> Tensor:
@@ -113,12 +113,7 @@ class Prober:
         return int(torch.cuda.get_device_properties(self.task.device).total_memory) // 6
 
     def _rows(self, keys: Tensor, first: int, count: int, span: tuple[int, int] | None = None) -> Tensor:
-        if self.directions.law == "gaussian" and span is None and forward.available(keys):
-            return forward.gaussians(keys, first, count, self.directions.size)
-        words = LAYER_WORDS if self.by_layer else CPU_WORDS
-        piece = None if keys.is_cuda else max(1024, words // (len(keys) * count))
-        rows: Tensor = self.directions.rows(torch, keys, first, count, piece, span)
-        return rows
+        return regrown.rows(self.directions, keys, first, count, span, LAYER_WORDS if self.by_layer else regrown.WORDS)
 
     @cached_property
     def _spans(self) -> dict[str, tuple[int, int]]:
@@ -132,20 +127,24 @@ class Prober:
         return spans
 
     def _walk(
-        self, w: Tensor, keys: Tensor, x: Tensor, y: Tensor, share: Tensor, count: int
+        self, w: Tensor, keys: Tensor, x: Tensor, y: Tensor, share: Tensor | None, count: int
     ) -> Iterator[tuple[Rows, Tensor]]:
-        """Directions and slopes [G, S, k] along them, a chunk at a time."""
+        """Directions and slopes [G, S, k] along them, a chunk at a time; without shares [G, B, k], of each record."""
         at_once, records = self.chunk(*x.shape[:2])
-        parts = list(zip(x.split(records, 1), y.split(records, 1), share.split(records, 1), strict=True))
+        xs, ys = x.split(records, 1), y.split(records, 1)
+        parts = list(zip(xs, ys, [None] * len(xs) if share is None else share.split(records, 1), strict=True))
         base = [self._losses(w[:, None], u, v) for u, v, _ in parts] if self.scheme == "forward" else []
         for first in range(0, count, at_once):
             k = min(at_once, count - first)
             rows: Rows = [(slice(None), self._rows(keys, first, k))] if not self.by_layer else self._again(keys, first)
             losses = partial(self._layered, w, keys, first) if self.by_layer else partial(self._copied, w, rows)
-            slope = w.new_zeros(len(w), share.shape[-1], k)
+            changes = []
             for i, (u, v, part) in enumerate(parts):
                 before = base[i] if base else losses(-self.sigma, u, v)
-                slope += self._change(losses(self.sigma, u, v), before, part)
+                changes.append(self._change(losses(self.sigma, u, v), before, part))
+            slope = torch.cat(changes, 1) if share is None else w.new_zeros(len(w), share.shape[-1], k)
+            for change in changes if share is not None else []:
+                slope += change
             slope /= self.sigma if base else 2 * self.sigma
             del losses
             yield rows, slope
@@ -156,8 +155,10 @@ class Prober:
         for span in self._spans.values():
             yield slice(*span), self._rows(keys, number, 1, span)
 
-    def _change(self, ahead: Tensor, before: Tensor, share: Tensor) -> Tensor:
-        """Losses [G, k, B] and shares [G, B, S] -> how each mean changes, [G, S, k]."""
+    def _change(self, ahead: Tensor, before: Tensor, share: Tensor | None) -> Tensor:
+        """Losses [G, k, B] and shares [G, B, S] -> changes of each mean, [G, S, k]; or of each loss, [G, B, k]."""
+        if share is None:
+            return (ahead.double() - before.double()).mT
         if self.losses == torch.float64:
             return ((ahead - before) @ share.double()).mT  # a record at a time: a mean of losses would hide it
         return (ahead @ share - before @ share).mT
@@ -203,7 +204,7 @@ class Prober:
         modes = ExitStack()
         if self.task.device.type == "cuda":
             modes.enter_context(Products())
-        if self.precision != torch.float32:
+        if self.precision.itemsize < 4:
             modes.enter_context(_WideLinear())
         return modes
 
