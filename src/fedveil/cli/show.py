@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,6 +16,7 @@ from fedveil.cli.shell import out
 
 if TYPE_CHECKING:
     from fedveil.cli.jobs import Job
+    from fedveil.cli.many import Variant
 
 
 def as_json(value: Any) -> None:
@@ -72,7 +74,7 @@ def cost(told: Mapping[str, Any]) -> None:
         out.out("\n" + textwrap.fill(note, out.width))
 
 
-def comparison(jobs: Sequence[Job]) -> None:
+def comparison(jobs: Sequence[Job], called: Sequence[str] = ()) -> None:
     """A row a run; ε, the tighter one beside it and their neighbouring relation if any run has one."""
     table, summaries = Table(box=None, pad_edge=False, collapse_padding=True), [job.summary() for job in jobs]
     table.add_column("run", no_wrap=True)
@@ -87,11 +89,97 @@ def comparison(jobs: Sequence[Job]) -> None:
         "seconds",
     ):
         table.add_column(head, justify="right")
-    for job, s in zip(jobs, summaries, strict=True):
+    called = called or [job.path.name for job in jobs]
+    for head, job, s in zip(called, jobs, summaries, strict=True):
         sent = decimal(round(s["bytes_up_per_client_round"])), decimal(s["bytes_up"])
         shown = ("–" if s[key] is None else f"{s[key]:.4g}" for key in ("value", "epsilon", "epsilon_pld"))
         value, *epsilons = shown
         value = value if len(names) == 1 else f"{job.ledger.primary.words} {value}"
         promised = [*epsilons, s["relation"] or "–"] if private else []
-        table.add_row(job.path.name, value, *sent, *promised, f"{s['seconds']:.3g}")
+        table.add_row(head, value, *sent, *promised, f"{s['seconds']:.3g}")
     out.print(table)
+
+
+def name(source: str) -> str:
+    """What the folder of a recipe is called."""
+    return Path(source).stem if source.endswith(".toml") else source.replace("/", "-")
+
+
+def variants(found: Sequence[Variant], page: str | None, format: Format) -> None:
+    """What came of several runs: a row a run, or with seeds a row a recipe."""
+    begun = [(each, seed, job) for each in found for seed, job in each.jobs.items() if job.ledger.rows]
+    repeated = any(each.repeated for each in found)
+    if format is Format.json:
+        runs = [job.summary() | {"recipe": each.name, "seed": seed} for each, seed, job in begun]
+        as_json({"runs": runs, **({"recipes": repeats(found)} if repeated else {}), "report": page})
+    elif repeated:
+        _repeated(found)
+    else:
+        comparison([job for *_, job in begun], [each.name for each, *_ in begun])
+
+
+def repeats(found: Sequence[Variant]) -> list[dict[str, Any]]:
+    """Means over seeds and paired differences to the first recipe."""
+    from fedveil.core.metrics import VALIDATION
+    from fedveil.runs.statistics import paired, spread
+
+    told: list[dict[str, Any]] = []
+    base: Variant | None = None
+    for each in found:
+        jobs = [job for job in each.jobs.values() if job.ledger.rows]
+        if not jobs:
+            continue
+        summaries, metric = [job.summary() for job in jobs], jobs[0].ledger.primary
+        figures: dict[str, Any] = {"recipe": each.name, "metric": metric.name}
+        for key, values in (("value", each.values()), ("validation", each.values(VALIDATION))):
+            found_ = spread(list(values.values())) if values else None
+            figures[key] = found_ and msgspec.structs.asdict(found_)
+        for key in ("bytes_up", "bytes_down", "passes", "seconds"):
+            figures[key] = sum(s[key] for s in summaries) / len(summaries)
+        epsilons = [s["epsilon"] for s in summaries if s["epsilon"] is not None]
+        figures["epsilon"] = max(epsilons, default=None)
+        same = base is not None and metric == next(iter(base.jobs.values())).ledger.primary
+        difference = paired(each.values(), base.values()) if base and same else None
+        figures["difference"] = difference and difference.record()
+        base = base or each
+        told.append(figures)
+    return told
+
+
+def _repeated(found: Sequence[Variant]) -> None:
+    from fedveil.runs.statistics import LEVEL, Difference, Spread
+
+    rows = repeats(found)
+    if not rows:
+        return
+    primaries = {job.ledger.primary.name: job.ledger.primary for each in found for job in each.jobs.values()}
+    keys = {"value": "{}", "validation": "validation\n{}"}
+    shown = [key for key in keys if any(row[key] for row in rows)]
+    several = len(rows) > 1
+    unit = ", points" if all(primary.percent for primary in primaries.values()) else ""
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
+    table.add_column("recipe", overflow="fold")
+    heads = ["seeds", *(keys[key].format(primaries[rows[0]["metric"]].words) for key in shown)]
+    heads += [f"difference{unit}\n[{LEVEL:.0%} interval]"] * several + ["up in all"]
+    private = any(row["epsilon"] is not None for row in rows)
+    for head in [*heads, *["ε"] * private, "seconds"]:
+        table.add_column(head, justify="right", no_wrap=True)
+    for i, row in enumerate(rows):
+        metric = primaries[row["metric"]]
+        cells = [str(row["value"]["count"] if row["value"] else 0)]
+        cells += [Spread(**row[key]).show(metric) if row[key] else "–" for key in shown]
+        if several:
+            told = {k: v for k, v in (row["difference"] or {}).items() if k in Difference.__struct_fields__}
+            difference = Difference(**told).show(metric).replace(" points", "") if told else "–" if i else ""
+            cells.append("\n".join(difference.split(": ")))
+        cells.append(decimal(round(row["bytes_up"])))
+        cells += [f"{row['epsilon']:.4g}" if row["epsilon"] is not None else "–"] * private
+        table.add_row(row["recipe"], *cells, f"{row['seconds']:.3g}")
+    out.print(table)
+    note = "Mean ± standard deviation over seeds"
+    note += (
+        f"; differences to the first recipe are paired by seed, each with its own {LEVEL:.0%} t interval."
+        if several
+        else "."
+    )
+    out.out("\n" + textwrap.fill(note, out.width))
