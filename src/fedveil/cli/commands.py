@@ -233,7 +233,7 @@ def _queue(variants: Sequence[Variant], home: Path, fetch: bool, parallel: int, 
         train(jobs, fetch, parallel, interrupt)
     begun = [job for job in jobs if job.ledger.rows]
     page = _report([job.path for job in begun], home / "report.html") if all(job.ended for job in jobs) else None
-    show.variants(variants, page and str(page), format)
+    show.variants(variants, None if page is None else str(page), format)
     if page is None:
         say(f"stopped; {interrupt.hint} goes on")
         raise typer.Exit(INTERRUPTED)

@@ -203,6 +203,11 @@ class Job:
             say(f"{plan.method.name}, {plan.rounds} round{'s' if plan.rounds > 1 else ''}, in {self.path}")
             warnings.filterwarnings("ignore", re.escape(WARNING))
             warnings.filterwarnings("ignore", NOTHING)  # a command says so at its end
+
+            def seen(row: Row) -> None:
+                watch(row)
+                observer(row)
+
             try:
                 result = fedveil.run(
                     task,
@@ -216,7 +221,7 @@ class Job:
                     early_stopping=plan.early_stopping,
                     folder=folder,
                     keep=where.keep,
-                    observer=lambda row: (watch(row), observer(row)),
+                    observer=seen,
                     stop=stop,
                     insecure_test_noise=self.fixed_noise,
                 )

@@ -30,6 +30,7 @@ from fedveil.runs.own import references
 from fedveil.runs.plugins import module_of
 from fedveil.runs.recipe import Recipe
 from fedveil.runs.repeats import folder_name, parse_grid, parse_held, parse_seeds, with_seed
+from fedveil.runs.statistics import Repeats
 
 if TYPE_CHECKING:
     from fedveil.data import Data
@@ -45,10 +46,10 @@ class Variant:
     jobs: dict[int, Job]
     repeated: bool  # whether seeds were asked for
 
-    def values(self, prefix: str = "") -> dict[int, float]:
-        """The primary metric by seed when it was last measured; with a prefix that of the validation records."""
-        found = {seed: job.ledger.series(prefix + job.ledger.primary.name)[1] for seed, job in self.jobs.items()}
-        return {seed: values[-1] for seed, values in found.items() if values}
+    @property
+    def repeats(self) -> Repeats:
+        """The runs that have begun."""
+        return Repeats(self.name, {seed: job.ledger for seed, job in self.jobs.items() if job.ledger.rows})
 
 
 @dataclass(frozen=True)

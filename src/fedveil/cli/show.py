@@ -107,79 +107,28 @@ def name(source: str) -> str:
 
 def variants(found: Sequence[Variant], page: str | None, format: Format) -> None:
     """What came of several runs: a row a run, or with seeds a row a recipe."""
+    from fedveil.runs import statistics
+
     begun = [(each, seed, job) for each in found for seed, job in each.jobs.items() if job.ledger.rows]
-    repeated = any(each.repeated for each in found)
+    each_recipe = [each.repeats for each in found if each.repeated and each.repeats.ledgers]
     if format is Format.json:
-        runs = [job.summary() | {"recipe": each.name, "seed": seed} for each, seed, job in begun]
-        as_json({"runs": runs, **({"recipes": repeats(found)} if repeated else {}), "report": page})
-    elif repeated:
-        _repeated(found)
+        told: dict[str, Any] = {"runs": [job.summary() | {"recipe": v.name, "seed": s} for v, s, job in begun]}
+        if each_recipe:
+            told["recipes"] = [each.record(each_recipe[0]) for each in each_recipe]
+        as_json(told | {"report": page})
+    elif each_recipe:
+        columns(statistics.table(each_recipe))
+        out.out("\n" + textwrap.fill(statistics.note(each_recipe), out.width))
     else:
         comparison([job for *_, job in begun], [each.name for each, *_ in begun])
 
 
-def repeats(found: Sequence[Variant]) -> list[dict[str, Any]]:
-    """Means over seeds and paired differences to the first recipe."""
-    from fedveil.core.metrics import VALIDATION
-    from fedveil.runs.statistics import paired, spread
-
-    told: list[dict[str, Any]] = []
-    base: Variant | None = None
-    for each in found:
-        jobs = [job for job in each.jobs.values() if job.ledger.rows]
-        if not jobs:
-            continue
-        summaries, metric = [job.summary() for job in jobs], jobs[0].ledger.primary
-        figures: dict[str, Any] = {"recipe": each.name, "metric": metric.name}
-        for key, values in (("value", each.values()), ("validation", each.values(VALIDATION))):
-            found_ = spread(list(values.values())) if values else None
-            figures[key] = found_ and msgspec.structs.asdict(found_)
-        for key in ("bytes_up", "bytes_down", "passes", "seconds"):
-            figures[key] = sum(s[key] for s in summaries) / len(summaries)
-        epsilons = [s["epsilon"] for s in summaries if s["epsilon"] is not None]
-        figures["epsilon"] = max(epsilons, default=None)
-        same = base is not None and metric == next(iter(base.jobs.values())).ledger.primary
-        difference = paired(each.values(), base.values()) if base and same else None
-        figures["difference"] = difference and difference.record()
-        base = base or each
-        told.append(figures)
-    return told
-
-
-def _repeated(found: Sequence[Variant]) -> None:
-    from fedveil.runs.statistics import LEVEL, Difference, Spread
-
-    rows = repeats(found)
-    if not rows:
-        return
-    primaries = {job.ledger.primary.name: job.ledger.primary for each in found for job in each.jobs.values()}
-    keys = {"value": "{}", "validation": "validation\n{}"}
-    shown = [key for key in keys if any(row[key] for row in rows)]
-    several = len(rows) > 1
-    unit = ", points" if all(primary.percent for primary in primaries.values()) else ""
+def columns(rows: Sequence[Sequence[str]]) -> None:
+    """A table whose first column may be folded, and whose others are numbers."""
     table = Table(box=None, pad_edge=False, collapse_padding=True)
-    table.add_column("recipe", overflow="fold")
-    heads = ["seeds", *(keys[key].format(primaries[rows[0]["metric"]].words) for key in shown)]
-    heads += [f"difference{unit}\n[{LEVEL:.0%} interval]"] * several + ["up in all"]
-    private = any(row["epsilon"] is not None for row in rows)
-    for head in [*heads, *["ε"] * private, "seconds"]:
+    table.add_column(rows[0][0], overflow="fold")
+    for head in rows[0][1:]:
         table.add_column(head, justify="right", no_wrap=True)
-    for i, row in enumerate(rows):
-        metric = primaries[row["metric"]]
-        cells = [str(row["value"]["count"] if row["value"] else 0)]
-        cells += [Spread(**row[key]).show(metric) if row[key] else "–" for key in shown]
-        if several:
-            told = {k: v for k, v in (row["difference"] or {}).items() if k in Difference.__struct_fields__}
-            difference = Difference(**told).show(metric).replace(" points", "") if told else "–" if i else ""
-            cells.append("\n".join(difference.split(": ")))
-        cells.append(decimal(round(row["bytes_up"])))
-        cells += [f"{row['epsilon']:.4g}" if row["epsilon"] is not None else "–"] * private
-        table.add_row(row["recipe"], *cells, f"{row['seconds']:.3g}")
+    for row in rows[1:]:
+        table.add_row(*row)
     out.print(table)
-    note = "Mean ± standard deviation over seeds"
-    note += (
-        f"; differences to the first recipe are paired by seed, each with its own {LEVEL:.0%} t interval."
-        if several
-        else "."
-    )
-    out.out("\n" + textwrap.fill(note, out.width))
