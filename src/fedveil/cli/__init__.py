@@ -7,6 +7,7 @@ from fedveil.cli.describe import describe, inspect, list_
 from fedveil.cli.export import export
 from fedveil.cli.fedage import fedage
 from fedveil.cli.privacy import privacy
+from fedveil.cli.tune import tune
 
 app.command("list")(list_)
 app.command()(describe)
@@ -16,5 +17,6 @@ app.add_typer(fedage, name="fedage")
 app.command()(audit)
 app.command()(export)
 app.command()(privacy)
+app.command()(tune)
 
 __all__ = ["app", "main"]

@@ -115,7 +115,7 @@ def run(
     from fedveil.runs import recipe
 
     plan = recipe.read(source, changes or ())
-    path = folder or _fresh(show.name(source))
+    path = folder or fresh(show.name(source))
     if holds_run(path):
         raise ValueError(f"{path} already holds a run; 'fedveil resume {path}' continues it, or choose another --out")
     where = choose(
@@ -183,7 +183,7 @@ def _validate_learned(jobs: Sequence[Job]) -> None:
         raise click.ClickException("; ".join(empty))
 
 
-def _fresh(name: str) -> Path:
+def fresh(name: str) -> Path:
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
@@ -218,7 +218,7 @@ def compare(
     from fedveil.cli.jobs import choose
     from fedveil.cli.many import Layout
 
-    home, chosen = folder or _fresh("compare"), sources or DEMO
+    home, chosen = folder or fresh("compare"), sources or DEMO
     where = choose(data_dir, device, stack, workers, engine, ray_address, debug, insecure_test_noise, compile, None)
     layout = Layout(home, chosen, changes or [], grid or [], seeds, hold, several=True)
     _queue(layout.variants(where), home, fetch, jobs, format)

@@ -84,8 +84,8 @@ class Layout:
                 if path in found:
                     raise ValueError("two of the recipes have one name and would share a folder; name each once")
                 plans = {seed: with_seed(plan, seed, held, seeds[0]) for seed in seeds or ()} if seeds else {}
-                jobs = {seed: _job(path / f"seed-{seed}", own, where) for seed, own in plans.items()}
-                jobs = jobs or {plan.seed: _job(path, plan, where)}
+                jobs = {seed: job_in(path / f"seed-{seed}", own, where) for seed, own in plans.items()}
+                jobs = jobs or {plan.seed: job_in(path, plan, where)}
                 found[path] = Variant("/".join(parts) or name(source), jobs, seeds is not None)
         variants = list(found.values())
         if self.grids and not any(v.jobs[seed].recipe.task.validation for v in variants for seed in v.jobs):
@@ -96,7 +96,7 @@ class Layout:
         return variants
 
 
-def _job(path: Path, plan: Recipe, where: Where) -> Job:
+def job_in(path: Path, plan: Recipe, where: Where) -> Job:
     """The run of `plan` in `path`: the one that is there, or a new one."""
     if not holds_run(path):
         return Job.new(path, plan, where)

@@ -11,6 +11,7 @@ import typer
 Format = StrEnum("Format", ["table", "json"])
 Between = StrEnum("Between", ["memory", "bytes"])
 Kind = StrEnum("Kind", ["local", "flower", "ray"])
+Prune = StrEnum("Prune", ["median", "halving", "none"])
 What = StrEnum("What", ["methods", "codecs", "models", "data", "losses", "metrics", "recipes"])
 
 
