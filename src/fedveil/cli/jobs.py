@@ -110,6 +110,7 @@ class Job:
     recipe: Recipe
     environment: Mapping[str, Any]
     ledger: Ledger = field(default_factory=Ledger)  # of the rounds that the newest checkpoint covers
+    pictured: bool = True  # whether its split is worth a picture
     exhausted: bool = False  # whether the next round would exceed the budget of differential privacy
 
     @staticmethod
@@ -199,7 +200,8 @@ class Job:
         ):
             folder.describe(plan.toml(), dict(self.environment))
             folder.decided["recipe"] = plan.fingerprint()
-            _picture(task, self.path / "split.svg")
+            if self.pictured:
+                _picture(task, self.path / "split.svg")
             say(f"{plan.method.name}, {plan.rounds} round{'s' if plan.rounds > 1 else ''}, in {self.path}")
             warnings.filterwarnings("ignore", re.escape(WARNING))
             warnings.filterwarnings("ignore", NOTHING)  # a command says so at its end

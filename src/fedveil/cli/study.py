@@ -145,8 +145,7 @@ class Study:
     def _do(self, trial: Any) -> None:
         """Train one trial, and tell Optuna what came of it, unless it was stopped."""
         states = self.optuna.trial.TrialState
-        values = self._values(trial)
-        began = time.monotonic()
+        values, began, value = self._values(trial), time.monotonic(), None
         try:
             value = self._objective(trial, values)
         except (ValueError, click.ClickException) as error:
@@ -154,12 +153,11 @@ class Study:
                 raise
             self.why = error.message if isinstance(error, click.ClickException) else str(error)
             trial.set_user_attr("why", self.why)
+        trial.set_user_attr("seconds", trial.user_attrs.get("seconds", 0.0) + time.monotonic() - began)
+        if "why" in trial.user_attrs:
             self.study.tell(trial, state=states.FAIL)
             say(f"trial {trial.number} failed: {self.why}")
-            return
-        finally:
-            trial.set_user_attr("seconds", trial.user_attrs.get("seconds", 0.0) + time.monotonic() - began)
-        if value is not None:
+        elif value is not None:
             self.study.tell(trial, value)
             say(f"trial {trial.number}: validation {self.primary.words} {self.primary.show(value)}, {_told(values)}")
         elif trial.user_attrs.get("pruned"):
@@ -210,6 +208,7 @@ class Study:
             if "pruned" in trial.user_attrs or self.stop():
                 return None
             job = job_in(self.folder(trial.number) / f"seed-{seed}", self.trial_plan(values, seed), self.where)
+            job.pictured = False
             seen, first = list(job.ledger.rows), i == 0
 
             def observe(row: Row, seen: list[Row] = seen, first: bool = first) -> None:

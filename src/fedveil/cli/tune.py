@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fedveil.cli.study import Study
     from fedveil.core.metrics import Primary
     from fedveil.core.task import Task
+    from fedveil.data import Data
     from fedveil.runs.recipe import Recipe
     from fedveil.runs.space import Budget
 
@@ -70,7 +71,7 @@ def tune(
     home = folder or fresh(f"tune-{show.name(source)}")
     where = choose(data_dir, device, None, None, "local", None, False, False, False, None)
     job = Job.new(home, plan, where)
-    loaded = {}
+    loaded: dict[str, Data] = {}
     primary = _chosen(plan.on(job.data(fetch, loaded), "cpu"), metric)
     with Interrupt(f"the same command with --out {home}") as interrupt:
         clock = _Clock(seconds, interrupt)
@@ -213,10 +214,18 @@ def _tell(study: Study, tested: Any, count_epsilon: bool, format: Format) -> Non
         from fedveil.runs.statistics import spread
 
         test = spread(list(values.values())) if values else None
-        told = {"metric": VALIDATION + primary.name, "best": _row(best), "recipe": str(study.home / "best.toml")}
-        told["test"] = {"metric": primary.name, "seeds": values, "mean": test and test.mean}
-        told["test"]["deviation"] = test and test.deviation
-        show.as_json(told | {"trials": rows, "tuning": spent, "figures": pictures, "out": str(study.home)})
+        told = {"metric": primary.name, "seeds": values, "mean": test and test.mean}
+        figures = {
+            "metric": VALIDATION + primary.name,
+            "best": _row(best),
+            "recipe": str(study.home / "best.toml"),
+            "test": told | {"deviation": test and test.deviation},
+            "trials": rows,
+            "tuning": spent,
+            "figures": pictures,
+            "out": str(study.home),
+        }
+        show.as_json(figures)
         return
     _table(study, rows)
     _finish(study, values, spent)

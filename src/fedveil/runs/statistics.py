@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 from rich.filesize import decimal
-from scipy import stats
+from scipy.special import stdtrit  # scipy.stats takes seconds to import
 
 from fedveil.core.ledger import Ledger
 from fedveil.core.metrics import VALIDATION, Primary
@@ -77,7 +77,7 @@ def paired(values: Mapping[int, float], base: Mapping[int, float]) -> Difference
         return None
     found = spread([values[seed] - base[seed] for seed in common])
     assert found.deviation is not None
-    half = float(stats.t.ppf((1 + LEVEL) / 2, found.count - 1)) * found.deviation / math.sqrt(found.count)
+    half = float(stdtrit(found.count - 1, (1 + LEVEL) / 2)) * found.deviation / math.sqrt(found.count)
     return Difference(found.mean, found.mean - half, found.mean + half, found.count)
 
 
