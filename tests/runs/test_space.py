@@ -78,6 +78,6 @@ def test_a_budget_ends_before_the_round_that_exceeds_it():
     assert parse_budget("bytes=1.5MB") == Budget("bytes", 1.5e6)
     assert parse_budget("epsilon=8").most == 8
     assert Budget().most == math.inf
-    for text in ("bytes", "bytes=0", "rounds=3", "epsilon=8MB", "bytes=-1", "bytes=1e999"):
+    for text in ("bytes", "bytes=0", "passes=3", "epsilon=8MB", "bytes=-1", "bytes=1e999"):
         with pytest.raises(ValueError, match=f"--at is '{text}'; use for example"):
             parse_budget(text)

@@ -238,9 +238,9 @@ class Study:
             return values[-1]
         if self.budget.kind:
             first = ledger.rows[0]
-            used = f"{first.bytes_up:,} bytes" if self.budget.kind == "bytes" else f"ε {first.epsilon or 0:.4g}"
-            told = f"the first round uses {used}, and no measured round is within --at {self.budget.kind}="
-            raise ValueError(f"{told}{self.budget.most:g}; raise it")
+            used = {"bytes": f"{first.bytes_up:,} bytes", "epsilon": f"ε {first.epsilon or 0:.4g}", "rounds": "1 round"}
+            told = f"the first round uses {used[self.budget.kind]}, and no measured round is within --at"
+            raise ValueError(f"{told} {self.budget.kind}={self.budget.most:g}; raise it")
         raise ValueError(f"no {name} was measured; the run may have diverged")
 
 

@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,16 +152,19 @@ def _same(source: str, changes: Sequence[str], change: str, plan: Recipe) -> boo
 class Budget:
     """Where a run is measured: at its last round, or at the last one within so many bytes or such an ε."""
 
-    kind: str = ""  # bytes (sent by all clients), epsilon or nothing
+    kind: str = ""  # bytes (sent by all clients), epsilon, rounds or nothing
     most: float = math.inf
 
     def rows(self, rows: Sequence[Row]) -> list[Row]:
         """The rounds within the budget."""
         if not self.kind:
             return list(rows)
-        sent = itertools.accumulate(row.bytes_up for row in rows)
-        spent = [row.epsilon or 0.0 for row in rows] if self.kind == "epsilon" else list(sent)
-        return [row for row, amount in zip(rows, spent, strict=True) if amount <= self.most]
+        spent: dict[str, Iterable[float]] = {
+            "bytes": itertools.accumulate(row.bytes_up for row in rows),
+            "epsilon": (row.epsilon or 0.0 for row in rows),
+            "rounds": (row.round for row in rows),
+        }
+        return [row for row, amount in zip(rows, spent[self.kind], strict=True) if amount <= self.most]
 
     def spent(self, rows: Sequence[Row]) -> bool:
         """Whether the last round is beyond the budget."""
@@ -169,12 +172,12 @@ class Budget:
 
 
 def parse_budget(text: str) -> Budget:
-    """Return the budget of `--at`: bytes=1MB or epsilon=8."""
-    match = re.fullmatch(r"(bytes|epsilon)=([\d.e+-]+) ?(B|kB|MB|GB|TB)?", text.strip())
+    """Return the budget of `--at`: bytes=1MB, epsilon=8 or rounds=10."""
+    match = re.fullmatch(r"(bytes|epsilon|rounds)=([\d.e+-]+) ?(B|kB|MB|GB|TB)?", text.strip())
     try:
         amount = float(match[2]) * (UNITS[match[3]] if match[3] else 1) if match else 0.0
     except ValueError:
         amount = 0.0
-    if not match or not 0 < amount < math.inf or (match[3] and match[1] == "epsilon"):
-        raise ValueError(f"--at is '{text}'; use for example bytes=1MB or epsilon=8")
+    if not match or not 0 < amount < math.inf or (match[3] and match[1] != "bytes"):
+        raise ValueError(f"--at is '{text}'; use for example bytes=1MB, epsilon=8 or rounds=10")
     return Budget(match[1], amount)

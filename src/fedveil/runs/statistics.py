@@ -83,15 +83,19 @@ def paired(values: Mapping[int, float], base: Mapping[int, float]) -> Difference
 
 @dataclass(frozen=True)
 class Repeats:
-    """The runs of one recipe, by seed."""
+    """The runs of one recipe, by seed.
+
+    metric: by which they are compared; by default their primary one
+    """
 
     name: str
     ledgers: Mapping[int, Ledger]
+    metric: Primary | None = None
 
     @property
     def primary(self) -> Primary:
-        """The primary metric, of the first run that says one."""
-        return next((each.primary for each in self.ledgers.values() if each.rows), Ledger().primary)
+        """The metric by which they are compared: what was asked for, or what the first run says."""
+        return self.metric or next((each.primary for each in self.ledgers.values() if each.rows), Ledger().primary)
 
     def values(self, prefix: str = "") -> dict[int, float]:
         """The primary metric when it was last measured; with the prefix `VALIDATION` that of the validation records."""
