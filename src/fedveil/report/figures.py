@@ -9,7 +9,7 @@ import math
 import re
 import textwrap
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -196,15 +196,19 @@ def _panel(axes: Any, runs: Sequence[Sequence[Ledger]], against: str, metric: st
     elif against == "rounds":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     else:
-        low, high = min(shown)[0], max(shown)[0]
-        margin = 1.4 if high > 3 * low else 2.3  # room for two ticks at least
-        axes.set_xscale("log")
-        axes.set_xlim(low / margin, high * margin)
-        axes.set_xticks(_ticks(low / margin, high * margin))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x) if against == "bytes" else f"{x:g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        log_axis(axes, min(shown)[0], max(shown)[0], size if against == "bytes" else "{:g}".format)
     axes.set_xlabel(AXES[against])
     return handles
+
+
+def log_axis(axes: Any, low: float, high: float, form: Callable[[float], str]) -> None:
+    """Make the horizontal axis logarithmic, from below `low` to above `high`, with round ticks."""
+    margin = 1.4 if high > 3 * low else 2.3  # room for two ticks at least
+    axes.set_xscale("log")
+    axes.set_xlim(low / margin, high * margin)
+    axes.set_xticks(_ticks(low / margin, high * margin))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: form(x)))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _band(axes: Any, ledger: Ledger, against: str, colour: str) -> list[tuple[float, float]]:

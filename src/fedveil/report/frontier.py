@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
 from fedveil.core.ledger import Ledger, Row
 from fedveil.core.measures import METRICS
 from fedveil.core.metrics import VALIDATION, Primary, primary_of
-from fedveil.report.figures import look, size
+from fedveil.report.figures import log_axis, look, size
 from fedveil.report.groups import Group
 from fedveil.runs.space import Budget
 from fedveil.runs.statistics import Spread, spread
@@ -157,8 +157,8 @@ def _panel(axes: Any, found: Sequence[Point], cost: str, handles: dict[str, Any]
         style["markerfacecolor"] = style["color"] if point in best else "white"
         drawn = axes.errorbar([point.costs[cost]], [point.value.mean], yerr=point.value.deviation, **style)
         handles.setdefault(point.name, drawn)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: shown(cost, x)))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    if placed:
+        amounts = [point.costs[cost] for point in placed]
+        log_axis(axes, min(amounts), max(amounts), lambda x: shown(cost, x))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#d8d8d8", linewidth=0.6)
