@@ -50,6 +50,7 @@ def test_a_search_is_by_validation_records_and_tests_the_best_once() -> None:
     told = good("a", *RATE, "--trials", 3, "--seeds", 2)
     assert [trial["trial"] for trial in told["trials"]] == [0, 1, 2]
     assert told["trials"][0]["changes"] == {"method.local.lr": 0.3}  # the recipe's own
+    assert len({trial["changes"]["method.local.lr"] for trial in told["trials"]}) == 3
     assert told["metric"] == "validation_accuracy"
     done = [trial for trial in told["trials"] if trial["state"] == "complete"]
     for trial in done:

@@ -77,7 +77,7 @@ def cost(told: Mapping[str, Any]) -> None:
 def comparison(jobs: Sequence[Job], called: Sequence[str] = ()) -> None:
     """A row a run; ε, the tighter one beside it and their neighbouring relation if any run has one."""
     table, summaries = Table(box=None, pad_edge=False, collapse_padding=True), [job.summary() for job in jobs]
-    table.add_column("run", no_wrap=True)
+    table.add_column("run", overflow="fold")
     private = any(s["epsilon"] is not None for s in summaries)
     promise = ["ε", "by PLD", "relation"] if private else []
     names = list(dict.fromkeys(job.ledger.primary.words for job in jobs))
@@ -88,7 +88,7 @@ def comparison(jobs: Sequence[Job], called: Sequence[str] = ()) -> None:
         *promise,
         "seconds",
     ):
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", no_wrap=True)
     called = called or [job.path.name for job in jobs]
     for head, job, s in zip(called, jobs, summaries, strict=True):
         sent = decimal(round(s["bytes_up_per_client_round"])), decimal(s["bytes_up"])

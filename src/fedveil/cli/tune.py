@@ -80,7 +80,7 @@ def tune(
         done = study.search(trials)
         if interrupt.asked:
             _stopped(study, interrupt.hint)
-        if not done:
+        if not done and study.best is not None:
             say(f"--budget-seconds {seconds:g} is spent; a larger one goes on with the same search")
         _validate_found(study, seconds)
         tested = _test(study, interrupt)
