@@ -111,6 +111,17 @@ def test_ctrl_c_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert again[key] == straight[key]
 
 
+def test_a_kill_before_the_search_begins_does_not_lose_its_first_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    optuna = pytest.importorskip("optuna")
+    for name in ("set_user_attr", "enqueue_trial"):
+        with monkeypatch.context() as patch:
+            patch.setattr(optuna.study.Study, name, lambda *_, **__: (_ for _ in ()).throw(SystemError))
+            assert isinstance(tune("a", *RATE, "--trials", 2, "--seeds", 1).exception, SystemError)
+    rates = [trial["changes"]["method.local.lr"] for trial in good("a", *RATE, "--trials", 2, "--seeds", 1)["trials"]]
+    assert rates[0] == 0.3
+    assert rates[1] != 0.3
+
+
 def test_weak_trials_end_early() -> None:
     told = good("a", "--over", "method.local.lr=0.3,0.2,1e-9,1e-8", "--trials", 9, "--seeds", 1)
     pruned = [trial["trial"] for trial in told["trials"] if trial["state"] == "pruned"]

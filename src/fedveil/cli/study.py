@@ -84,9 +84,9 @@ class Study:
             raise ValueError(f"{self.home / 'study.db'} cannot be read as a study ({type(error).__name__})") from error
         settings = self._settings()
         if known is None:
-            self.study.set_user_attr("settings", settings)
             if by_hand := set_by_hand(self.source, self.changes, self.spaces):
-                self.study.enqueue_trial(by_hand)
+                self.study.enqueue_trial(by_hand, skip_if_exists=True)
+            self.study.set_user_attr("settings", settings)  # last: a kill before it begins anew
         elif changed := [key for key, value in settings.items() if known.get(key) != value]:
             raise ValueError(f"{self.home} holds a search with another {changed[0]}; choose another --out")
 
