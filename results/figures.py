@@ -677,8 +677,8 @@ def given_away() -> str:
     head = ["rounds", "K", "slopes / d", "cosine", "PSNR, dB (95%)", "identified, %"]
     first = told["points"][0]
     said = (
-        f"`{told['command']}`, commit {told['commit']}. The mean test picture reaches {first['mean: psnr']:.1f} dB, the "
-        f"one nearest to the truth {first['nearest: psnr']:.1f} dB."
+        f"`{told['command']}`, commit {told['commit']}. The mean test picture has {first['mean: psnr']:.1f} dB, "
+        f"the one nearest to the truth {first['nearest: psnr']:.1f} dB."
     )
     return f"{said}\n\n{table(head, body, 0)}"
 

@@ -29,6 +29,7 @@ from fedveil.core.version import __version__
 from fedveil.data import Data, Split, load, split
 from fedveil.facade import plot, run
 from fedveil.links.up import Total
+from fedveil.many import Runs, run_many
 from fedveil.methods.averaging import Averaging
 from fedveil.methods.baffle.baffle import Baffle
 from fedveil.methods.baffle.epochs import BaffleEpochs
@@ -94,6 +95,7 @@ __all__ = [
     "Refused",
     "Result",
     "Row",
+    "Runs",
     "Scaffold",
     "SecureSum",
     "Seed",
@@ -121,6 +123,7 @@ __all__ = [
     "load_plugins",
     "plot",
     "run",
+    "run_many",
     "settle",
     "split",
 ]

@@ -6,7 +6,9 @@ from fedveil.cli.deploy import deploy
 from fedveil.cli.describe import describe, inspect, list_
 from fedveil.cli.export import export
 from fedveil.cli.fedage import fedage
+from fedveil.cli.frontier import frontier
 from fedveil.cli.privacy import privacy
+from fedveil.cli.tune import tune
 
 app.command("list")(list_)
 app.command()(describe)
@@ -15,6 +17,8 @@ app.add_typer(deploy, name="deploy")
 app.add_typer(fedage, name="fedage")
 app.command()(audit)
 app.command()(export)
+app.command()(frontier)
 app.command()(privacy)
+app.command()(tune)
 
 __all__ = ["app", "main"]

@@ -22,12 +22,16 @@ from fedveil.cli.options import (
     Engine,
     Fetch,
     Format,
+    Grid,
+    Hold,
     Imports,
+    Jobs,
     Keep,
     Kind,
     Noise,
     Out,
     Ray,
+    Seeds,
     Sets,
     Shown,
     Stack,
@@ -42,9 +46,7 @@ from fedveil.core.version import __version__
 
 if TYPE_CHECKING:
     from fedveil.cli.jobs import Job
-    from fedveil.data import Data
-    from fedveil.runs.origin import Where
-    from fedveil.runs.recipe import Recipe
+    from fedveil.cli.many import Variant
 
 DEMO = [
     "digits/fedavg",
@@ -93,28 +95,39 @@ def run(
     compile: Compile = False,
     wire: Wire = None,
     keep: Keep = None,
+    seeds: Seeds = None,
+    hold: Hold = None,
+    grid: Grid = None,
+    jobs: Jobs = 1,
     debug: Debug = False,
     insecure_test_noise: Noise = False,
     format: Shown = Format.table,
 ) -> None:
     """Train a recipe: a built-in name or a TOML file.
 
-    Ctrl-C stops after the current round; 'fedveil resume' continues the run.
+    Ctrl-C stops after the current round; 'fedveil resume' continues the run. Of several runs, by --seeds or --grid,
+    each has a folder in --out, and the same command continues them.
 
     Example: fedveil run digits/fedavg --set rounds=5 --set method.local.lr=0.1
     """
     from fedveil.cli.jobs import Job, choose, holds_run
+    from fedveil.cli.many import Layout
     from fedveil.runs import recipe
 
     plan = recipe.read(source, changes or ())
-    path = folder or _fresh(_name(source))
+    path = folder or fresh(show.name(source))
     if holds_run(path):
         raise ValueError(f"{path} already holds a run; 'fedveil resume {path}' continues it, or choose another --out")
     where = choose(
         data_dir, device, stack, workers, engine, ray_address, debug, insecure_test_noise, compile, wire, keep
     )
-    job = Job.new(path, plan, where)
-    _finish(job, fetch, format)
+    if seeds is not None or grid:
+        layout = Layout(path, [source], changes or [], grid or [], seeds, hold)
+        _queue(layout.variants(where), path, fetch, jobs, format)
+        return
+    if hold is not None or jobs > 1:
+        raise ValueError(f"{'--hold' if hold is not None else '--jobs'} is for several runs; add --seeds or --grid")
+    _finish(Job.new(path, plan, where), fetch, format)
 
 
 @app.command()
@@ -170,12 +183,7 @@ def _validate_learned(jobs: Sequence[Job]) -> None:
         raise click.ClickException("; ".join(empty))
 
 
-def _name(source: str) -> str:
-    """What the folder of a recipe is called."""
-    return Path(source).stem if source.endswith(".toml") else source.replace("/", "-")
-
-
-def _fresh(name: str) -> Path:
+def fresh(name: str) -> Path:
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
@@ -192,6 +200,10 @@ def compare(
     engine: Engine = Kind.local,
     ray_address: Ray = None,
     compile: Compile = False,
+    seeds: Seeds = None,
+    hold: Hold = None,
+    grid: Grid = None,
+    jobs: Jobs = 1,
     debug: Debug = False,
     insecure_test_noise: Noise = False,
     format: Shown = Format.table,
@@ -199,53 +211,34 @@ def compare(
     """Run several recipes and write one report.
 
     Each run has a folder in --out and goes on from what is there already. Without a RECIPE, compare ten runs on
-    digits, one of them private.
+    digits, one of them private. With --seeds, the table has paired differences to the first recipe.
 
     Example: fedveil compare digits/fedavg digits/scaffold --set rounds=10
     """
     from fedveil.cli.jobs import choose
-    from fedveil.runs import recipe
+    from fedveil.cli.many import Layout
 
-    home, chosen = folder or _fresh("compare"), sources or DEMO
+    home, chosen = folder or fresh("compare"), sources or DEMO
     where = choose(data_dir, device, stack, workers, engine, ray_address, debug, insecure_test_noise, compile, None)
-    plans = {home / _name(source): recipe.read(source, changes or ()) for source in chosen}
-    if len(plans) < len(chosen):
-        raise ValueError("two of the recipes have one name and would share a folder; name each once")
-    jobs = [_job(path, plan, where) for path, plan in plans.items()]
-    loaded: dict[str, Data] = {}
-    for job in jobs:
-        if job.ended:
-            say(f"{job.path} is finished already and used as it is")
-        else:
-            job.data(fetch, loaded)  # what is missing should show before anything is trained
+    layout = Layout(home, chosen, changes or [], grid or [], seeds, hold, several=True)
+    _queue(layout.variants(where), home, fetch, jobs, format)
+
+
+def _queue(variants: Sequence[Variant], home: Path, fetch: bool, parallel: int, format: Format) -> None:
+    """Train the runs that are not finished, and tell what came of all."""
+    from fedveil.cli.many import train
+
+    jobs = [job for variant in variants for job in variant.jobs.values()]
     with Interrupt(f"the same command with --out {home}") as interrupt:
-        for job in jobs:
-            if not job.ended and not interrupt.asked:
-                job.train(job.recipe.on(job.data(fetch, loaded), job.where.device), interrupt)
+        train(jobs, fetch, parallel, interrupt)
     begun = [job for job in jobs if job.ledger.rows]
     page = _report([job.path for job in begun], home / "report.html") if all(job.ended for job in jobs) else None
-    if format is Format.json:
-        show.as_json({"runs": [job.summary() for job in begun], "report": page and str(page)})
-    else:
-        show.comparison(begun)
+    show.variants(variants, None if page is None else str(page), format)
     if page is None:
         say(f"stopped; {interrupt.hint} goes on")
         raise typer.Exit(INTERRUPTED)
     say(f"the report is {page}")
     _validate_learned(jobs)
-
-
-def _job(path: Path, plan: Recipe, where: Where) -> Job:
-    """The run of `plan` in `path`: the one that is there, or a new one."""
-    from fedveil.cli.jobs import Job, holds_run
-    from fedveil.core.setup import settled_like
-
-    if not holds_run(path):
-        return Job.new(path, plan, where)
-    job = Job.held(path, plan)
-    if job.recipe != dataclasses.replace(plan, method=settled_like(plan.method.over(plan.rounds), job.recipe.method)):
-        raise ValueError(f"{path} holds a run of another recipe; choose another --out or delete that folder")
-    return job
 
 
 def _report(folders: Sequence[Path], path: Path) -> Path:

@@ -158,7 +158,7 @@ def attack(path: Annotated[Path, argument("DIR")], format: Shown = Format.table)
     method.init_state(task)
     number = saved.round + 1
     seed = Seed.root(job.recipe.seed).child("round", number)
-    clients = job.recipe.cohort.draw(task, seed.child("cohort"))
+    clients = job.recipe.cohort.of_round(task, Seed.root(job.recipe.seed), number)
     if len(clients) < 2:
         raise ValueError("the next round's cohort has fewer than 2 clients; there is no mean to take apart")
     memory = [Slots()] * len(clients)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from subprocess import Popen
 from types import FrameType
 
 from fedveil.cli.shell import err
@@ -12,10 +13,14 @@ INTERRUPTED = 130
 
 
 class Interrupt:
-    """Ctrl-C: the first one stops after the round, the second one at once."""
+    """Ctrl-C: the first one stops after the round, the second one at once.
+
+    children: processes that are told, too; they are in sessions of their own, which a terminal does not tell
+    """
 
     def __init__(self, hint: str) -> None:
         self.hint, self.asked = hint, False
+        self.children: list[Popen[str]] = []
 
     def __enter__(self) -> Interrupt:
         self._before = signal.signal(signal.SIGINT, self._caught)
@@ -27,7 +32,12 @@ class Interrupt:
     def __call__(self) -> bool:
         return self.asked
 
+    def tell_children(self) -> None:
+        for child in self.children:
+            child.send_signal(signal.SIGINT)
+
     def _caught(self, number: int, frame: FrameType | None) -> None:
+        self.tell_children()
         if self.asked:  # run folders survive a kill at any moment; an exception would wait for the engine's threads
             _interject(f"aborted; {self.hint} goes on from the last saved round", "\x1b[?25h")  # shows the cursor
             os._exit(INTERRUPTED)

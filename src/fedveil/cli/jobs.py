@@ -21,7 +21,7 @@ import fedveil
 from fedveil import data
 from fedveil.cli.shell import BUG, err, say
 from fedveil.core.cohort import Engine
-from fedveil.core.ledger import Ledger
+from fedveil.core.ledger import Ledger, Row
 from fedveil.core.message import Refused
 from fedveil.core.outcome import NOTHING, NoUsableAnswers, finished, validate_goals
 from fedveil.core.setup import init_state, private_root
@@ -110,6 +110,7 @@ class Job:
     recipe: Recipe
     environment: Mapping[str, Any]
     ledger: Ledger = field(default_factory=Ledger)  # of the rounds that the newest checkpoint covers
+    pictured: bool = True  # whether its split is worth a picture
     exhausted: bool = False  # whether the next round would exceed the budget of differential privacy
 
     @staticmethod
@@ -172,13 +173,20 @@ class Job:
         """The job's data set, read once for all jobs that share `loaded`."""
         task, directory = self.recipe.task, self.where.data_dir
         clients = is_reference(task.data) and self.recipe.split.clients  # a function may be called for each of them
-        key = repr((task.data, task.data_options, directory, self.recipe.seed if clients else 0, clients))
+        key = repr((task.data, task.data_options, directory, self.recipe.split_seed.key if clients else 0, clients))
         if key not in loaded:
             loaded[key] = self.recipe.load(directory, fetch)
         return loaded[key]
 
-    def train(self, task: Task, stop: Callable[[], bool]) -> None:
-        """Do the rounds that are left."""
+    @property
+    def fixed_noise(self) -> int | None:
+        """The seed of the private randomness, in a test that fixes it."""
+        if not self.where.insecure_test_noise:
+            return None
+        return self.recipe.seed if self.where.noise_seed is None else self.where.noise_seed
+
+    def train(self, task: Task, stop: Callable[[], bool], observer: Callable[[Row], object] = lambda row: None) -> None:
+        """Do the rounds that are left; `observer` sees the row of each."""
         plan = self.recipe = self.recipe.settled(task)
         where = self.where
         init_state(task, plan.method, plan.cohort)  # says what does not suit the task, before anything is written
@@ -192,10 +200,16 @@ class Job:
         ):
             folder.describe(plan.toml(), dict(self.environment))
             folder.decided["recipe"] = plan.fingerprint()
-            _picture(task, self.path / "split.svg")
+            if self.pictured:
+                _picture(task, self.path / "split.svg")
             say(f"{plan.method.name}, {plan.rounds} round{'s' if plan.rounds > 1 else ''}, in {self.path}")
             warnings.filterwarnings("ignore", re.escape(WARNING))
             warnings.filterwarnings("ignore", NOTHING)  # a command says so at its end
+
+            def seen(row: Row) -> None:
+                watch(row)
+                observer(row)
+
             try:
                 result = fedveil.run(
                     task,
@@ -209,9 +223,9 @@ class Job:
                     early_stopping=plan.early_stopping,
                     folder=folder,
                     keep=where.keep,
-                    observer=watch,
+                    observer=seen,
                     stop=stop,
-                    insecure_test_noise=plan.seed if where.insecure_test_noise else None,
+                    insecure_test_noise=self.fixed_noise,
                 )
             except Exception as error:
                 if isinstance(error, (ClientFailure, Refused, NoUsableAnswers)):
@@ -232,7 +246,7 @@ class Job:
         if where.engine == "flower":
             from fedveil.engines.flower import FromRecipe, client_app, simulate
 
-            noise = private_root(self.recipe.seed) if where.insecure_test_noise else None
+            noise = None if self.fixed_noise is None else private_root(self.fixed_noise)
             modules = tuple(where.imports or ())
             app = client_app(FromRecipe(self.recipe.toml(), where.data_dir, where.device, noise, modules))
             return simulate(

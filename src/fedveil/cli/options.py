@@ -11,6 +11,7 @@ import typer
 Format = StrEnum("Format", ["table", "json"])
 Between = StrEnum("Between", ["memory", "bytes"])
 Kind = StrEnum("Kind", ["local", "flower", "ray"])
+Prune = StrEnum("Prune", ["median", "halving", "none"])
 What = StrEnum("What", ["methods", "codecs", "models", "data", "losses", "metrics", "recipes"])
 
 
@@ -19,6 +20,12 @@ def number(text: str) -> int | None:
         return None
     if not text.isdecimal() or int(text) < 1:
         raise typer.BadParameter(f"'{text}' is neither auto nor a number from 1")
+    return int(text)
+
+
+def count(text: str | int) -> int:
+    if not str(text).isdecimal() or int(text) < 1:
+        raise typer.BadParameter(f"'{text}' is no number from 1")
     return int(text)
 
 
@@ -44,6 +51,10 @@ Wire = Annotated[Between | None, option("--wire", "memory|bytes", "Hand messages
 Keep = Annotated[str | None, option("--keep-messages", "ROUNDS", "Keep messages for an audit: all, or 1-3,10.")]
 Compile = Annotated[bool, option("--compile", None, "Compile heavy steps; slow at first.")]
 Noise = Annotated[bool, option("--insecure-test-noise", None, "Fix the private randomness; for tests only.")]
+Seeds = Annotated[str | None, option("--seeds", "SEEDS", "A run for each: 5 is 0 to 4; or 0-4; or 0,2,5-7.")]
+Hold = Annotated[str | None, option("--hold", "LIST", "Hold split, weights, cohorts, noise over seeds.")]
+Grid = Annotated[list[str] | None, option("--grid", "KEY=A,B,C", "A run for each value; may be repeated.")]
+Jobs = Annotated[int, option("--jobs", "N", "Runs in parallel, in processes; default: 1.", parser=count)]
 Version = Annotated[bool, option("--version", None, "Print the version.")]
 IMPORT, IMPORTS = "--import", "Import this module first; may be repeated."
 Imports = Annotated[list[str] | None, option(IMPORT, "MODULE", IMPORTS)]

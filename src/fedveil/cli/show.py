@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,6 +16,7 @@ from fedveil.cli.shell import out
 
 if TYPE_CHECKING:
     from fedveil.cli.jobs import Job
+    from fedveil.cli.many import Variant
 
 
 def as_json(value: Any) -> None:
@@ -72,10 +74,10 @@ def cost(told: Mapping[str, Any]) -> None:
         out.out("\n" + textwrap.fill(note, out.width))
 
 
-def comparison(jobs: Sequence[Job]) -> None:
+def comparison(jobs: Sequence[Job], called: Sequence[str] = ()) -> None:
     """A row a run; ε, the tighter one beside it and their neighbouring relation if any run has one."""
     table, summaries = Table(box=None, pad_edge=False, collapse_padding=True), [job.summary() for job in jobs]
-    table.add_column("run", no_wrap=True)
+    table.add_column("run", overflow="fold")
     private = any(s["epsilon"] is not None for s in summaries)
     promise = ["ε", "by PLD", "relation"] if private else []
     names = list(dict.fromkeys(job.ledger.primary.words for job in jobs))
@@ -86,12 +88,47 @@ def comparison(jobs: Sequence[Job]) -> None:
         *promise,
         "seconds",
     ):
-        table.add_column(head, justify="right")
-    for job, s in zip(jobs, summaries, strict=True):
+        table.add_column(head, justify="right", no_wrap=True)
+    called = called or [job.path.name for job in jobs]
+    for head, job, s in zip(called, jobs, summaries, strict=True):
         sent = decimal(round(s["bytes_up_per_client_round"])), decimal(s["bytes_up"])
         shown = ("–" if s[key] is None else f"{s[key]:.4g}" for key in ("value", "epsilon", "epsilon_pld"))
         value, *epsilons = shown
         value = value if len(names) == 1 else f"{job.ledger.primary.words} {value}"
         promised = [*epsilons, s["relation"] or "–"] if private else []
-        table.add_row(job.path.name, value, *sent, *promised, f"{s['seconds']:.3g}")
+        table.add_row(head, value, *sent, *promised, f"{s['seconds']:.3g}")
+    out.print(table)
+
+
+def name(source: str) -> str:
+    """What the folder of a recipe is called."""
+    return Path(source).stem if source.endswith(".toml") else source.replace("/", "-")
+
+
+def variants(found: Sequence[Variant], page: str | None, format: Format) -> None:
+    """What came of several runs: a row a run, or with seeds a row a recipe."""
+    from fedveil.runs import statistics
+
+    begun = [(each, seed, job) for each in found for seed, job in each.jobs.items() if job.ledger.rows]
+    each_recipe = [each.repeats for each in found if each.repeated and each.repeats.ledgers]
+    if format is Format.json:
+        told: dict[str, Any] = {"runs": [job.summary() | {"recipe": v.name, "seed": s} for v, s, job in begun]}
+        if each_recipe:
+            told["recipes"] = [each.record(each_recipe[0]) for each in each_recipe]
+        as_json(told | {"report": page})
+    elif each_recipe:
+        columns(statistics.table(each_recipe))
+        out.out("\n" + textwrap.fill(statistics.note(each_recipe), out.width))
+    else:
+        comparison([job for *_, job in begun], [each.name for each, *_ in begun])
+
+
+def columns(rows: Sequence[Sequence[str]]) -> None:
+    """A table whose first column may be folded, and whose others are numbers."""
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
+    table.add_column(rows[0][0], overflow="fold")
+    for head in rows[0][1:]:
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in rows[1:]:
+        table.add_row(*row)
     out.print(table)

@@ -107,7 +107,9 @@ class Federation:
     def drawn(self, number: int, secret: Seed) -> tuple[int, ...]:
         """The cohort of a round: public, unless being drawn is what differential privacy hides."""
         hidden = self.tally is not None and self.tally.account.everyone
-        return self.sampler.draw(self.task, (secret if hidden else self.seed.child("round", number)).child("cohort"))
+        if hidden:
+            return self.sampler.draw(self.task, secret.child("cohort"))
+        return self.sampler.of_round(self.task, self.seed, number)
 
     def exhausted(self, number: int) -> bool:
         """Whether this round would exceed the budget of differential privacy."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
+from fedveil.core.version import ADDED
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class CohortSampler:
     drop: float = 0.0  # probability that a question goes unanswered (simulated)
     latency: float = 0.0  # mean seconds to an answer, exponentially distributed (simulated)
     deadline: float | None = None  # seconds after which an answer is late
+    seed: int | None = field(default=None, metadata=ADDED)  # of the draws; None: the run's
 
     def __post_init__(self) -> None:
         if self.kind not in ("uniform", "weighted", "poisson"):
@@ -27,6 +29,11 @@ class CohortSampler:
             raise ValueError("a cohort needs size >= 1, quorum > 0, 0 <= drop < 1 and latency >= 0")
         if self.deadline is not None and self.deadline <= 0:
             raise ValueError(f"cohort.deadline is {self.deadline:g}; it is in seconds, above 0")
+
+    def of_round(self, task: Task, run: Seed, number: int) -> tuple[int, ...]:
+        """The clients of round `number` (from 1) of a run with the public seed `run`."""
+        root = run if self.seed is None else Seed.root(self.seed)
+        return self.draw(task, root.child("round", number, "cohort"))
 
     def draw(self, task: Task, seed: Seed) -> tuple[int, ...]:
         """The clients of one round, in ascending order."""

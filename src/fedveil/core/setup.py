@@ -40,7 +40,7 @@ def settled_like(method: Method, other: Method) -> Method:
 
 def _most_asked(task: Task, cohort: CohortSampler, rounds: int, seed: Seed) -> int:
     """How often the client that is drawn most often is asked."""
-    drawn = Counter(k for n in range(1, rounds + 1) for k in cohort.draw(task, seed.child("round", n, "cohort")))
+    drawn = Counter(k for n in range(1, rounds + 1) for k in cohort.of_round(task, seed, n))
     return max(drawn.values(), default=1)
 
 
@@ -59,6 +59,11 @@ def init_state(task: Task, method: Method, cohort: CohortSampler) -> State:
         )
     if account := method.account(task, cohort):
         account.validate()
+        if account.everyone and cohort.seed is not None:
+            raise ValueError(
+                f"cohort.seed is {cohort.seed}, but with this differential privacy cohorts are drawn in private; leave "
+                "it out"
+            )
     if task.norms.policy and (why := method.no_batch_norm(task.norms.policy)):
         raise ValueError(
             f"{method.name} with these settings cannot train batch norm layers that are {task.norms.policy}: {why}; "

@@ -9,7 +9,7 @@ import math
 import re
 import textwrap
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -19,7 +19,7 @@ from matplotlib.image import imsave
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
 from torch import Tensor
 
-from fedveil.core.ledger import Ledger
+from fedveil.core.ledger import Ledger, Row
 from fedveil.core.measures import METRICS
 from fedveil.core.metrics import VALIDATION, Primary, primary_of
 
@@ -37,6 +37,7 @@ LABELS = {
     "moved": "distance",
     "server_steps": "steps",
 }
+ZOOMED = 0.9  # of a share in per cent: where a panel begins whose curves end above it
 LEAST, MOST = 1e-9, 1e18  # what is beyond is from a damaged file, and no axis holds it
 AXES = {"rounds": "rounds", "bytes": "bytes sent by all clients so far", "epsilon": "ε charged so far"}
 
@@ -64,27 +65,51 @@ def points(ledger: Ledger, against: str = "rounds", metric: str = "accuracy") ->
 
     ε is the largest that any client has charged; rounds before the first that is private have none.
     """
+    return [point for _, point in _placed(ledger, against, metric)]
+
+
+def _placed(ledger: Ledger, against: str, metric: str) -> list[tuple[Row, tuple[float, float]]]:
+    """The same with their rows."""
     measured, sent, charged = [], 0, None
     for row in ledger.rows:
         sent, charged = sent + row.bytes_up, charged if row.epsilon is None else row.epsilon
         place = {"rounds": row.round, "bytes": sent, "epsilon": charged}[against]
         value = row.epsilon if metric == "epsilon" else row.metrics.get(metric)
         if place is not None and value is not None:
-            measured.append((place, value))
+            measured.append((row, (place, value)))
     return measured
 
 
+def averaged(
+    ledgers: Sequence[Ledger], against: str, metric: str
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """The mean of a metric over runs, against the mean of one of `AXES`, and the standard deviations: of each round in
+    which all have it, (place, value) pairs and (lower, upper) edges."""
+    each = [{row.round: point for row, point in _placed(ledger, against, metric)} for ledger in ledgers]
+    rounds = [number for number in each[0] if all(number in found for found in each)]
+    places = np.array([[found[number][0] for found in each] for number in rounds])
+    values = np.array([[found[number][1] for found in each] for number in rounds])
+    if not rounds:
+        return [], []
+    middle, apart = values.mean(1), values.std(1, ddof=1)
+    line = list(zip(places.mean(1).tolist(), middle.tolist(), strict=True))
+    return line, list(zip((middle - apart).tolist(), (middle + apart).tolist(), strict=True))
+
+
 def curves(
-    ledgers: Mapping[str, Ledger], against: Sequence[str] = ("rounds", "bytes"), metric: str | None = None
+    ledgers: Mapping[str, Ledger | Sequence[Ledger]],
+    against: Sequence[str] = ("rounds", "bytes"),
+    metric: str | None = None,
 ) -> Figure:
     """A metric of each run, by name: a panel against each of `AXES` that is asked for. The legend leaves out runs in
-    which it was never measured.
+    which it was never measured. Several runs of one name are their mean and a band of one standard deviation.
 
     metric: by default the primary metric of the first run that has one
     """
-    metric = primary_among(ledgers.values()).name if metric is None else metric
+    each = {name: [found] if isinstance(found, Ledger) else list(found) for name, found in ledgers.items()}
+    metric = primary_among(itertools.chain(*each.values())).name if metric is None else metric
     width = 4.8 * len(against)
-    measured = [any(points(ledger, axis, metric) for axis in against) for ledger in ledgers.values()]
+    measured = [any(points(one, axis, metric) for one in found for axis in against) for found in each.values()]
     chosen = measured if any(measured) else [True] * len(measured)
     names = ["\n".join(textwrap.wrap(name, 36)) for name in itertools.compress(ledgers, chosen)]
     columns = next((n for n in range(min(6, len(names)), 1, -1) if _legend_width(names, n) <= width), 1)
@@ -92,7 +117,7 @@ def curves(
     handles: list[Any] = []
     for panel, axis in enumerate(against):
         axes = figure.add_subplot(1, len(against), panel + 1)
-        handles = list(itertools.compress(_panel(axes, ledgers, axis, metric), chosen))
+        handles = list(itertools.compress(_panel(axes, list(each.values()), axis, metric), chosen))
     legend = figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=10)
     for text in legend.get_texts():
         text.set_parse_math(False)
@@ -126,11 +151,16 @@ def _legend_width(names: Sequence[str], columns: int) -> float:
     return sum(0.75 + 0.08 * n for n in widest)
 
 
-def _panel(axes: Any, ledgers: Mapping[str, Ledger], against: str, metric: str) -> list[Any]:
+def _panel(axes: Any, runs: Sequence[Sequence[Ledger]], against: str, metric: str) -> list[Any]:
     """Draw one panel and return its lines."""
     handles, shown = [], []
-    for i, ledger in enumerate(ledgers.values()):
-        measured = points(ledger, against, metric)
+    for i, ledgers in enumerate(runs):
+        if len(ledgers) > 1:
+            measured, edges = averaged(ledgers, against, metric)
+            shaded = [(place, *edge) for (place, _), edge in zip(measured, edges, strict=True)]
+            _shade(axes, shaded, look(i)["color"])
+        else:
+            measured = points(ledgers[0], against, metric)
         seen = [(place, value) for place, value in measured if LEAST < place < MOST and abs(value) < MOST]
         shown += seen
         step = max(1, len(seen) // 8)
@@ -143,15 +173,18 @@ def _panel(axes: Any, ledgers: Mapping[str, Ledger], against: str, metric: str) 
             linewidth=1.6,
         )
         handles.append(line)
-        if metric == "radius":
-            shown += _band(axes, ledger, against, look(i)["color"])
+        if metric == "radius" and len(ledgers) == 1:
+            shown += _band(axes, ledgers[0], against, look(i)["color"])
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#d8d8d8", linewidth=0.6)
-    known = _known(metric, ledgers.values())
+    known = _known(metric, itertools.chain(*runs))
     axes.set_ylabel(_label(metric, known)).set_parse_math(False)
     low, high = (pick((y for _, y in shown), default=0) for pick in (min, max))
     if known and known.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1))
+        if _settled_high(axes) and low < ZOOMED:
+            axes.set_ylim(ZOOMED, min(1.0, high + 0.1 * (high - ZOOMED)))
+            axes.set_ylabel(f"{axes.get_ylabel()} (axis from {ZOOMED:.0%})").set_parse_math(False)
     elif high > 20 * low > LEAST and (metric == "matching" or (known and not known.maximise)):
         axes.set_yscale("log")
     elif not metric.startswith("cosine") and not (known and known.maximise):
@@ -163,25 +196,40 @@ def _panel(axes: Any, ledgers: Mapping[str, Ledger], against: str, metric: str) 
     elif against == "rounds":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     else:
-        low, high = min(shown)[0], max(shown)[0]
-        margin = 1.4 if high > 3 * low else 2.3  # room for two ticks at least
-        axes.set_xscale("log")
-        axes.set_xlim(low / margin, high * margin)
-        axes.set_xticks(_ticks(low / margin, high * margin))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x) if against == "bytes" else f"{x:g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        log_axis(axes, min(shown)[0], max(shown)[0], size if against == "bytes" else "{:g}".format)
     axes.set_xlabel(AXES[against])
     return handles
+
+
+def log_axis(axes: Any, low: float, high: float, form: Callable[[float], str]) -> None:
+    """Make the horizontal axis logarithmic, from below `low` to above `high`, with round ticks."""
+    margin = 1.4 if high > 3 * low else 2.3  # room for two ticks at least
+    axes.set_xscale("log")
+    axes.set_xlim(low / margin, high * margin)
+    axes.set_xticks(_ticks(low / margin, high * margin))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: form(x)))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _band(axes: Any, ledger: Ledger, against: str, colour: str) -> list[tuple[float, float]]:
     """Shade from the smallest to the largest radius that a client measured; returns the upper edge."""
     most = dict(points(ledger, against, "radius_most"))
     edges = [(place, low, most[place]) for place, low in points(ledger, against, "radius_least") if place in most]
+    return _shade(axes, edges, colour)
+
+
+def _shade(axes: Any, edges: Sequence[tuple[float, float, float]], colour: str) -> list[tuple[float, float]]:
+    """Shade (place, lower, upper) edges; returns the upper one."""
     edges = [edge for edge in edges if LEAST < edge[0] < MOST and max(map(abs, edge)) < MOST]
     places, lows, highs = ([edge[i] for edge in edges] for i in range(3))
     axes.fill_between(places, lows, highs, color=colour, alpha=0.15, linewidth=0)
     return list(zip(places, highs, strict=True))
+
+
+def _settled_high(axes: Any) -> bool:
+    """Whether every curve spends the second half of its points above `ZOOMED`."""
+    halves = [line.get_ydata()[len(line.get_ydata()) // 2 :] for line in axes.lines if len(line.get_ydata())]
+    return bool(halves) and all(min(half) >= ZOOMED for half in halves)
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -53,6 +53,11 @@ class Run:
     audit: Audit | None = None
     primary: Primary = ACCURACY  # by which it is compared with other runs
 
+    @property
+    def title(self) -> str:
+        """Its method and codec, which other runs may share."""
+        return _title(self.recipe["method"])
+
     @cached_property
     def summary(self) -> dict[str, Any]:
         return self.ledger.summary(self.name)
@@ -75,7 +80,8 @@ class Run:
     @property
     def setting(self) -> tuple[Any, Any]:
         """What runs must share to be comparable."""
-        return self.recipe.get("task"), self.recipe.get("split")
+        task, split = self.recipe.get("task"), self.recipe.get("split")
+        return _without(task, "weights_seed"), _without(split, "seed")
 
     @property
     def rounds(self) -> str:
@@ -119,9 +125,13 @@ def read(folders: Sequence[Path]) -> list[Run]:
     for run in runs:
         run.primary = primary
         if methods[run.name] > 1:
-            run.name += f" ({_end(run.folder.resolve(), folders)})"
+            run.name += f" ({end_of(run.folder.resolve(), folders)})"
         run.name = "".join(c if c.isprintable() else "?" for c in run.name)
     return runs
+
+
+def _without(table: Any, key: str) -> Any:
+    return {k: v for k, v in table.items() if k != key} if isinstance(table, dict) else table
 
 
 def _command(line: str) -> str:
@@ -136,7 +146,7 @@ def _short(word: str) -> str:
     return re.sub(r"(^|=)[/~].*/(?=.)", r"\1", word)
 
 
-def _end(folder: Path, folders: Sequence[Path]) -> str:
+def end_of(folder: Path, folders: Sequence[Path]) -> str:
     """As few of the last parts of a path as tell it from the others."""
     for n in range(1, len(folder.parts)):
         if sum(other.parts[-n:] == folder.parts[-n:] for other in folders) == 1:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fedveil.report.figures import curves, svg
 from fedveil.report.folder import Run
+from fedveil.report.groups import grouped
 
 
 def table(head: Sequence[str], body: Sequence[str], label: str) -> str:
@@ -42,6 +43,7 @@ def image(path: Path, alt: str) -> str:
 
 
 def charts(runs: Sequence[Run], against: str, caption: str, metric: str | None = None) -> str:
-    """A figure with a curve a run, by default of the primary metric."""
-    drawn = svg(curves({run.name: run.ledger for run in runs}, [against], metric))
+    """A figure with a curve a run, or a mean and a band a recipe, by default of the primary metric."""
+    ledgers = {group.name: [run.ledger for run in group.runs] for group in grouped(runs)}
+    drawn = svg(curves(ledgers, [against], metric))
     return figure(drawn.replace("<svg", f'<svg role="img" aria-label="{escape(caption)}"', 1), caption)

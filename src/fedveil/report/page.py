@@ -18,11 +18,14 @@ from fedveil.core.measures import METRICS
 from fedveil.core.metrics import VALIDATION, Primary, primary_of
 from fedveil.core.version import __version__
 from fedveil.report.audits import audits
-from fedveil.report.figures import look, size
+from fedveil.report.figures import look, size, svg
 from fedveil.report.folder import Run
+from fedveil.report.grid import heat_map
+from fedveil.report.groups import Group, grouped
 from fedveil.report.leaks import attacks, privacy, sums
-from fedveil.report.markup import cell, charts, figure, image, table
-from fedveil.report.words import duration, percent, verdict
+from fedveil.report.markup import cell, charts, figure, image, name, table
+from fedveil.report.words import conclusion, duration, percent, verdict
+from fedveil.runs import statistics
 
 BLOCKS = 50  # rows of a table of rounds
 Column = tuple[str, str, Callable[[Any], str]]
@@ -55,7 +58,11 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 def page(runs: Sequence[Run]) -> str:
     """The whole document."""
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
+    title, groups = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared", grouped(runs)
+    repeated = any(len(group.runs) > 1 for group in groups)
+    if repeated:
+        title = groups[0].name if len(groups) == 1 else f"{len(groups)} recipes compared"
+        title += f", {len(runs)} runs"
     shared = all(run.setting == runs[0].setting for run in runs)
     words = runs[0].primary.words
     held = f"The {words} of the validation records, which decide about early stopping and the best weights."
@@ -75,7 +82,7 @@ def page(runs: Sequence[Run]) -> str:
 <p>fedveil report</p>
 <h1>{escape(title)}</h1>
 <p class="setting">{escape(_setting(runs[0])) if shared else ""}</p>
-{_warning(runs)}<p class="verdict">{escape(verdict(runs))}</p>
+{_warning(runs)}<p class="verdict">{escape(conclusion(groups) if repeated else verdict(runs))}</p>
 </header>
 <main>
 <h2>{escape(words[:1].upper() + words[1:])}</h2>
@@ -85,7 +92,8 @@ def page(runs: Sequence[Run]) -> str:
 </div>
 {_measured(runs, "Validation", validation)}
 <h2>Numbers</h2>
-{_summaries(runs)}
+{_repeats(groups) if repeated else _summaries(runs)}
+{_grid(groups)}
 {privacy(runs)}
 {audits(runs)}
 {_measured(runs, "Fidelity", FIDELITY)}
@@ -95,6 +103,7 @@ def page(runs: Sequence[Run]) -> str:
 {sums(runs)}
 {_splits(runs)}
 <h2>Details</h2>
+{_summaries(runs) if repeated else ""}
 {"".join(_details(run, opened=len(runs) == 1) for run in runs)}
 </main>
 <footer>Written by fedveil {__version__}. Bytes are those of encoded messages; 1 MB is a million bytes.</footer>
@@ -115,6 +124,24 @@ def _warning(runs: Sequence[Run]) -> str:
     names = ", ".join(run.name for run in runs if run.fixed_noise)
     said = f"Insecure test noise: the private randomness of {names} was fixed, so noise protects nobody there."
     return f'<p class="warning" role="note">{escape(said)}</p>\n' if names else ""
+
+
+def _repeats(groups: Sequence[Group]) -> str:
+    """A row a recipe: means over seeds, and differences to the first one."""
+    found = [repeats for group in groups if (repeats := group.repeats()).ledgers]
+    if not found:
+        return ""
+    head, *rows = statistics.table(found)
+    body = [name(row[0]) + "".join(cell(text.replace("\n", ", ")) for text in row[1:]) for row in rows]
+    heads = [escape(text.replace("\n", " ")) for text in head]
+    return f'{table(heads, body, "Numbers of each recipe")}\n<p class="note">{escape(statistics.note(found))}</p>'
+
+
+def _grid(groups: Sequence[Group]) -> str:
+    """A heat map, where the recipes differ in two settings and all combinations are there."""
+    drawn = heat_map(groups)
+    caption = f"Mean test {groups[0].runs[0].primary.words} at the end, by two settings."
+    return "" if drawn is None else f'<div class="figures halves">{figure(svg(drawn), caption)}</div>'
 
 
 def _summaries(runs: Sequence[Run]) -> str:
@@ -227,11 +254,11 @@ def _strips(folder: Path, run: str) -> str:
 def _layers(ledger: Ledger) -> str:
     """The cosine of decoded and true update of each layer."""
     body = []
-    for name in dict.fromkeys(name for row in ledger.rows for name in row.metrics if name.startswith("cosine/")):
-        _, values = ledger.series(name)
+    for key in dict.fromkeys(key for row in ledger.rows for key in row.metrics if key.startswith("cosine/")):
+        _, values = ledger.series(key)
         seen = (values[0], sum(values) / len(values), values[-1])
         cells = "".join(cell(f"{value:.3f}") for value in seen)
-        body.append(f'<th scope="row">{escape(name.removeprefix("cosine/"))}</th>{cells}')
+        body.append(f'<th scope="row">{escape(key.removeprefix("cosine/"))}</th>{cells}')
     head = ["layer", "cosine in the first round", "mean", "in the last round"]
     return f"<h3>Layers</h3>\n{table(head, body, 'Cosine of each layer')}" if body else ""
 

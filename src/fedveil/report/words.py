@@ -8,6 +8,8 @@ from fedveil.core.metrics import VALIDATION, Primary
 from fedveil.core.outcome import best_row
 from fedveil.report.figures import size
 from fedveil.report.folder import Run
+from fedveil.report.groups import Group
+from fedveil.runs.statistics import Repeats
 
 POINT = 0.01 + 1e-9  # one point of accuracy, and what rounding may take from it
 
@@ -50,6 +52,43 @@ def verdict(runs: Sequence[Run]) -> str:
     if any(run.setting != runs[0].setting for run in runs):
         said.append("The runs differ in task or split, so compare them with care.")
     return " ".join(said)
+
+
+def conclusion(groups: Sequence[Group]) -> str:
+    """What recipes that ran with several seeds show, in one paragraph."""
+    primary = groups[0].runs[0].primary
+    found = [each for group in groups if (each := group.repeats()).spread()]
+    if not found:
+        return f"No run has a measured {primary.words} yet."
+    sign = -1 if primary.maximise else 1
+    best = min(found, key=lambda each: sign * _mean(each))
+    said = [f"{best.name} has the best mean test {primary.words}, {_spread(best)}."]
+    if len(found) == 1:
+        said = [f"{best.name} reached a test {primary.words} of {_spread(best)}."]
+    for each in found:
+        if each is not best:
+            difference = each.difference(best)
+            told = difference.show(primary) if difference else "not enough common seeds for an interval"
+            said.append(f"{each.name} against it: {told}.")
+    runs = [run for group in groups for run in group.runs]
+    said += [f"The audit of {run.name} contradicts what it promises." for run in runs if run.audit and run.audit.broken]
+    if unfinished := [run.name for run in runs if run.unfinished]:
+        said.append(f"{plural(len(unfinished), 'run')} of {len(runs)} not finished.")
+    if any(run.setting != runs[0].setting for run in runs):
+        said.append("The runs differ in task or split, so compare them with care.")
+    return " ".join(said)
+
+
+def _mean(each: Repeats) -> float:
+    found = each.spread()
+    assert found
+    return found.mean
+
+
+def _spread(each: Repeats) -> str:
+    found = each.spread()
+    assert found
+    return f"{found.show(each.primary)} over {plural(found.count, 'seed')}"
 
 
 def private(run: Run) -> str:

@@ -63,7 +63,7 @@ def cost(task: Task, recipe: Recipe) -> dict[str, Any]:
 def _cohorts(task: Task, recipe: Recipe) -> list[tuple[int, ...]]:
     """Who takes part in each round, as the recipe's seed draws it."""
     rounds = Seed.root(recipe.seed)
-    return [recipe.cohort.draw(task, rounds.child("round", n + 1, "cohort")) for n in range(recipe.rounds)]
+    return [recipe.cohort.of_round(task, rounds, n + 1) for n in range(recipe.rounds)]
 
 
 def _privacy(task: Task, recipe: Recipe) -> tuple[dict[str, Any], list[str]]:

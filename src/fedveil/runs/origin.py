@@ -37,6 +37,7 @@ class Where(msgspec.Struct, frozen=True):
     imports: list[str] | None = None  # modules of --import
     wire: str | None = None
     keep: str | None = None  # rounds whose messages the folder keeps
+    noise_seed: int | None = None  # of fixed private randomness; None: the recipe's seed
 
 
 def describe(home: RunFolder, task: Task, where: Where, why: str, settings: dict[str, Any]) -> None:

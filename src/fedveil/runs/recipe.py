@@ -50,6 +50,7 @@ class TaskSpec:
     loss_options: dict[str, Any] | None = field(default=None, metadata=ADDED)
     metrics: tuple[str, ...] = field(default=(), metadata=ADDED)  # the primary one first; none: as the loss suits
     validation: float = field(default=0.0, metadata=ADDED)  # share of the training records that is held out
+    weights_seed: int | None = field(default=None, metadata=ADDED)  # of random weights; None: the run's
 
     def __post_init__(self) -> None:
         if not is_reference(self.loss):
@@ -77,6 +78,7 @@ class SplitSpec:
     min_records: int | None = None
     max_records: int | None = None  # the public bound on a client's records
     held: list[list[int]] | None = None  # the classes of each client, which are public; a classes split has its own
+    seed: int | None = field(default=None, metadata=ADDED)  # of the split and what is held out; None: the run's
 
     @property
     def options(self) -> dict[str, Any]:
@@ -112,15 +114,20 @@ class Recipe:
         task.origin = Origin(self, str(data_directory(directory).absolute()))
         return task
 
+    @property
+    def split_seed(self) -> Seed:
+        """The seed of the data, of the records held out for validation, and of the split."""
+        return Seed.root(self.seed if self.split.seed is None else self.split.seed)
+
     def load(self, directory: str | Path | None = None, fetch: bool = False) -> Data:
         """Load the data only."""
-        seed = Seed.root(self.seed).child("data")
+        seed = self.split_seed.child("data")
         return load_data(self.task.data, self.task.data_options, directory, fetch, self.split.clients, seed)
 
     def on(self, loaded: Data, device: str = "cpu") -> Task:
         """The same with data that is loaded already."""
         if self.task.validation:
-            loaded = data.hold_out(loaded, self.task.validation, Seed.root(self.seed))
+            loaded = data.hold_out(loaded, self.task.validation, self.split_seed)
         parts = self._split(loaded)
         held = parts.held if self.split.held is None else self._held()
         return self._task(loaded, dataclasses.replace(parts, max_records=self.split.max_records, held=held), device)
@@ -129,7 +136,7 @@ class Recipe:
         """The records of one party of a deployment, client `partition` or the server (None): those that a data function
         with a parameter `partition` returns, or in a rehearsal a part of data that everybody can read."""
         if by_party(named := self.task.data):
-            seed = Seed.root(self.seed).child("data")
+            seed = self.split_seed.child("data")
             return load_part(named, self.task.data_options, directory, partition, self.split.clients, seed)
         whole = self.load(directory)
         if partition is None:
@@ -139,7 +146,7 @@ class Recipe:
 
     def _split(self, loaded: Data) -> data.Split:
         clients = None if self.split.kind == "natural" else self.split.clients
-        return data.split(self.split.kind, loaded, clients, Seed.root(self.seed), **self.split.options)
+        return data.split(self.split.kind, loaded, clients, self.split_seed, **self.split.options)
 
     def _held(self) -> tuple[tuple[int, ...], ...] | None:
         """The classes of each client, where the recipe says them."""
@@ -169,7 +176,9 @@ class Recipe:
         return self._task(own, share, device)
 
     def _task(self, loaded: Data, parts: data.Split, device: str) -> Task:
-        loss, seed = find_loss(self.task.loss, self.task.loss_options), Seed.root(self.seed).child("weights")
+        own = self.task.weights_seed
+        seed = Seed.root(self.seed if own is None else own).child("weights")
+        loss = find_loss(self.task.loss, self.task.loss_options)
         model = make_model(self.task.model, self.task.model_options, loaded.input, outputs_of(loss, loaded), seed)
         if self.task.weights is not None:
             load_weights(model, Path(self.task.weights), self.task.trainable)

@@ -1,0 +1,177 @@
+"""Statistics of runs that were repeated with several seeds: means, deviations, and paired differences."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from rich.filesize import decimal
+from scipy.special import stdtrit  # scipy.stats takes seconds to import
+
+from fedveil.core.ledger import Ledger
+from fedveil.core.metrics import VALIDATION, Primary
+
+LEVEL = 0.95
+SAME = "no difference seen"
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """The mean of several values and their sample standard deviation (none of a single value)."""
+
+    mean: float
+    deviation: float | None
+    count: int
+
+    def show(self, primary: Primary) -> str:
+        """Both for people, such as "95.83% ± 0.41"."""
+        if self.deviation is None:
+            return primary.show(self.mean)
+        return f"{primary.show(self.mean)} ± {_amount(primary, self.deviation)}"
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """The mean of paired differences, and its 95% interval by Student's t distribution.
+
+    mean ± t(0.975, count - 1) · deviation / √count
+    """
+
+    mean: float
+    low: float
+    high: float
+    count: int  # seeds that both have
+
+    @property
+    def seen(self) -> bool:
+        """Whether the interval is on one side of 0."""
+        return self.low > 0 or self.high < 0
+
+    def show(self, primary: Primary, unit: str = " points", apart: str = ": ") -> str:
+        """The interval in words, such as "+1.20 points [0.33, 2.07]"."""
+        sign = "+" if self.mean >= 0 else "-"
+        unit = unit if primary.percent else ""
+        low, high = (_amount(primary, value) for value in (self.low, self.high))
+        shown = f"{sign}{_amount(primary, abs(self.mean))}{unit} [{low}, {high}]"
+        return shown if self.seen else f"{SAME}{apart}{shown}"
+
+    def record(self) -> dict[str, Any]:
+        """The figures of `--format json`."""
+        return msgspec.structs.asdict(self) | {"level": LEVEL, "seen": self.seen}
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Return mean and standard deviation of at least one value."""
+    return Spread(math.fsum(values) / len(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+
+
+def paired(values: Mapping[int, float], base: Mapping[int, float]) -> Difference | None:
+    """Return how far `values` are from `base` (both: seed -> value), paired by seed.
+
+    None if they share fewer than two seeds, because a single difference has no interval.
+    """
+    common = sorted(values.keys() & base.keys())
+    if len(common) < 2:
+        return None
+    found = spread([values[seed] - base[seed] for seed in common])
+    assert found.deviation is not None
+    half = float(stdtrit(found.count - 1, (1 + LEVEL) / 2)) * found.deviation / math.sqrt(found.count)
+    return Difference(found.mean, found.mean - half, found.mean + half, found.count)
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """The runs of one recipe, by seed.
+
+    metric: by which they are compared; by default their primary one
+    """
+
+    name: str
+    ledgers: Mapping[int, Ledger]
+    metric: Primary | None = None
+
+    @property
+    def primary(self) -> Primary:
+        """The metric by which they are compared: what was asked for, or what the first run says."""
+        return self.metric or next((each.primary for each in self.ledgers.values() if each.rows), Ledger().primary)
+
+    def values(self, prefix: str = "") -> dict[int, float]:
+        """The primary metric when it was last measured; with the prefix `VALIDATION` that of the validation records."""
+        found = {seed: each.series(prefix + self.primary.name)[1] for seed, each in self.ledgers.items()}
+        return {seed: values[-1] for seed, values in found.items() if values}
+
+    def spread(self, prefix: str = "") -> Spread | None:
+        """Its mean and standard deviation over seeds; None where it was never measured."""
+        values = self.values(prefix)
+        return spread(list(values.values())) if values else None
+
+    def mean(self, key: str) -> float:
+        """The mean of a number of the runs' summaries, such as bytes_up."""
+        return math.fsum(each.summary("")[key] for each in self.ledgers.values()) / len(self.ledgers)
+
+    @property
+    def epsilon(self) -> float | None:
+        """The largest ε that a run has charged, if any is private."""
+        charged = [row.epsilon for each in self.ledgers.values() for row in each.rows if row.epsilon is not None]
+        return max(charged, default=None)
+
+    def difference(self, base: Repeats) -> Difference | None:
+        """How far this primary metric is from that of `base`, if they share it and at least two seeds."""
+        return paired(self.values(), base.values()) if self.primary == base.primary else None
+
+    def record(self, base: Repeats) -> dict[str, Any]:
+        """The figures of `--format json`."""
+        value, held, difference = self.spread(), self.spread(VALIDATION), self.difference(base)
+        return {
+            "recipe": self.name,
+            "metric": self.primary.name,
+            "value": value and msgspec.structs.asdict(value),
+            "validation": held and msgspec.structs.asdict(held),
+            "difference": difference.record() if difference and self is not base else None,
+            "epsilon": self.epsilon,
+            **{key: self.mean(key) for key in ("bytes_up", "bytes_down", "passes", "seconds")},
+        }
+
+
+def table(found: Sequence[Repeats]) -> list[list[str]]:
+    """Return a row of heads and a row for each recipe: means, deviations, and differences to the first one."""
+    base, metrics = found[0], list(dict.fromkeys(each.primary for each in found))
+    words = metrics[0].words if len(metrics) == 1 else "metric"
+    unit = ", points" if all(metric.percent for metric in metrics) else ""
+    held, private = any(each.values(VALIDATION) for each in found), any(each.epsilon is not None for each in found)
+    head = ["recipe", "seeds", words, *[f"validation\n{words}"] * held]
+    head += [f"difference{unit}\n[{LEVEL:.0%} interval]"] * (len(found) > 1) + [
+        "up in all",
+        *["ε"] * private,
+        "seconds",
+    ]
+    rows = [head]
+    for each in found:
+        cells = [each.name, str(len(each.ledgers)), _shown(each.spread(), each.primary)]
+        cells += [_shown(each.spread(VALIDATION), each.primary)] * held
+        if len(found) > 1:
+            difference = each.difference(base)
+            told = difference.show(each.primary, unit="", apart="\n") if difference else "–"
+            cells.append("" if each is base else told)
+        cells.append(decimal(round(each.mean("bytes_up"))))
+        cells += ["–" if each.epsilon is None else f"{each.epsilon:.4g}"] * private
+        rows.append([*cells, f"{each.mean('seconds'):.3g}"])
+    return rows
+
+
+def note(found: Sequence[Repeats]) -> str:
+    """Return what the numbers of that table are."""
+    told = "Mean ± standard deviation over seeds"
+    if len(found) > 1:
+        told += f"; differences to the first recipe are paired by seed, each with its own {LEVEL:.0%} t interval"
+    return told + "."
+
+
+def _shown(value: Spread | None, primary: Primary) -> str:
+    return "–" if value is None else value.show(primary)
+
+
+def _amount(primary: Primary, value: float) -> str:
+    return f"{100 * value:.2f}" if primary.percent else f"{value:.4g}"
