@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 
 from fedveil.codecs.raw import Update
 from fedveil.codecs.tofu import Proxies
@@ -25,9 +26,11 @@ from fedveil.core import message
 from fedveil.core.ledger import Ledger
 from fedveil.core.message import Envelope
 from fedveil.report import curves, svg, write
+from fedveil.report.figures import look
 
 HERE = Path(__file__).resolve().parent
-PAGES = (HERE.parent / "README.md", HERE / "README.md")
+THREATS = HERE.parent / "docs" / "explanation" / "threat-model.md"
+PAGES = (HERE.parent / "README.md", HERE / "README.md", THREATS)
 EXPOSED = HERE / "exposure"
 DRAWN = HERE.parent / "docs" / "figures"
 DIGITS = (  # in the order of the table; the first is what the others are compared with
@@ -823,6 +826,30 @@ def draw() -> None:
         path.write_text(svg(figure) + "\n", encoding="utf-8")
 
 
+def draw_slopes() -> None:
+    """PSNR of pictures rebuilt from slopes against slopes / d, a line for each number of rounds."""
+    told = json.loads((EXPOSED / "slopes.json").read_text(encoding="utf-8"))["points"]
+    drawn = Figure(figsize=(4.8, 3.4), layout="constrained")
+    axes = drawn.add_subplot()
+    for i, rounds in enumerate(sorted({each["rounds"] for each in told})):
+        own = [each for each in told if each["rounds"] == rounds]
+        places, middle, low, high = (
+            [each[key] for each in own] for key in ("slopes / d", "psnr", "psnr low", "psnr high")
+        )
+        label = f"{rounds} round{'s' if rounds > 1 else ''}"
+        axes.plot(places, middle, **look(i), label=label)
+        axes.fill_between(places, low, high, color=look(i)["color"], alpha=0.15, linewidth=0)
+    for guess, style in (("mean", ":"), ("nearest", "--")):
+        label = f"the {guess} test record"
+        axes.axhline(told[0][f"{guess}: psnr"], color="#888888", linestyle=style, linewidth=1, label=label)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#d8d8d8", linewidth=0.6)
+    axes.set(xscale="log", xlabel="slopes of all rounds / weights", ylabel="PSNR of rebuilt pictures, dB")
+    axes.legend(frameon=False, fontsize=8)
+    drawn.set_facecolor("white")
+    (EXPOSED / "slopes.svg").write_text(svg(drawn) + "\n", encoding="utf-8")
+
+
 def screenshot() -> None:
     """The top of the report on the digits runs, as a reader sees it."""
     from playwright.sync_api import sync_playwright
@@ -846,6 +873,7 @@ def main() -> None:
         for page in PAGES:
             page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
         draw()
+        draw_slopes()
     if chosen.screenshot:
         screenshot()
     if not chosen.write and not chosen.screenshot:

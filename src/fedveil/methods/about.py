@@ -31,7 +31,7 @@ def raw_about(summary: str, sends: str, paper: str, more: Sequence[tuple[str, st
         server_sees="every client's exact update; inversion attacks can reconstruct inputs from it",
         network_sees="the same bytes, unless the transport encrypts them",
         claims=(
-            ("measured", "by others: inversion attacks reconstruct inputs from updates. No protection."),
+            ("measured", "'fedveil audit' rebuilds records of clients with few of them from updates. No protection."),
             *more,
         ),
         paper=paper,

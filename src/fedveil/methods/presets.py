@@ -14,9 +14,15 @@ from fedveil.methods.about import PRIVATE
 from fedveil.methods.averaging import Averaging
 
 _EXPOSED = (
-    "heuristic",
-    "the points look like noise. This is not a guarantee: the server decodes each client's update from them, and the "
-    "decoded update is as exposed to inversion as a raw one.",
+    (
+        "heuristic",
+        "the points look like noise. This is not a guarantee: the server decodes each client's update from them.",
+    ),
+    (
+        "measured",
+        "'fedveil audit --matrix digits' rebuilds the records of clients with one or eight of them from these points as "
+        "well as from raw updates. The points hide little.",
+    ),
 )
 _SEES = "the synthetic points of every client and, by decoding them, an approximation of its update"
 
@@ -31,7 +37,7 @@ class FedSynth(Averaging):
         "synthetic inputs with soft labels, a step size for each unrolled step, and the update's norm",
         _SEES,
         "the same bytes, unless the transport encrypts them",
-        (_EXPOSED, *PRIVATE),
+        (*_EXPOSED, *PRIVATE),
         "Goetz & Tewari, Federated Learning via Synthetic Data, 2020",
     )
 
@@ -48,7 +54,7 @@ class Tofu(Averaging):
         "proxy inputs with soft labels, a weight for each, and the norm of each layer's update",
         _SEES + "; in full rounds the update itself, or with secure the sum of all",
         "the same bytes, unless the transport encrypts them",
-        (_EXPOSED, *PRIVATE),
+        (*_EXPOSED, *PRIVATE),
         "TOFU: Towards Obfuscated Federated Updates by Encoding Weight Updates into Gradients from Proxy Data, 2022",
     )
 
@@ -75,7 +81,8 @@ class FedAge(Averaging):
             (
                 "measured",
                 "'fedveil fedage attack DIR' decodes each client's codes as a server could, directly and by "
-                "difference, and compares the results with the updates; the control is a lossless code. Packed codes "
+                "difference, and compares the results with the updates; the control is a lossless code. 'fedveil audit "
+                "--matrix digits' rebuilds records from the codes of single clients. Packed codes "
                 "(method.up.code) lose nothing in a mean and so hide nothing: the secure sum protects, not the code.",
             ),
             (
