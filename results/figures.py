@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from matplotlib.figure import Figure
 
@@ -26,12 +27,22 @@ from fedveil.core import message
 from fedveil.core.ledger import Ledger
 from fedveil.core.message import Envelope
 from fedveil.report import curves, svg, write
-from fedveil.report.figures import look
+from fedveil.report.figures import gallery, look
 
 HERE = Path(__file__).resolve().parent
 THREATS = HERE.parent / "docs" / "explanation" / "threat-model.md"
 PAGES = (HERE.parent / "README.md", HERE / "README.md", THREATS)
 EXPOSED = HERE / "exposure"
+SHOWN = {  # rows of the matrix of attacks that the README shows
+    "raw gradients": "raw gradient",
+    "4 bits a weight (QSGD)": "QSGD, 4 bits",
+    "synthetic points (FedSynth)": "FedSynth",
+    "proxies (TOFU)": "TOFU",
+    "codes (FedAGE)": "FedAGE",
+    "the largest 6% (top-k)": "top-k, 6%",
+    "100 slopes, 20 rounds (BAFFLE)": "BAFFLE, K = 100, 20 rounds",
+    "private updates (ε = 8)": "DP-FedAvg, ε = 8",
+}
 DRAWN = HERE.parent / "docs" / "figures"
 DIGITS = (  # in the order of the table; the first is what the others are compared with
     *("fedavg", "fedprox", "scaffold", "q-fedavg", "fedsgd"),
@@ -826,6 +837,16 @@ def draw() -> None:
         path.write_text(svg(figure) + "\n", encoding="utf-8")
 
 
+def draw_exposed() -> None:
+    """What is rebuilt from some kinds of messages, for the README."""
+    held = safetensors.torch.load((EXPOSED / "pictures.safetensors").read_bytes())
+    lines = {"records of clients": held["raw gradient, 1 record/true"] / 255}
+    lines |= {f"from {name}": held[f"{title}, 1 record/found"] / 255 for name, title in SHOWN.items()}
+    drawn = gallery(lines)
+    drawn.set_facecolor("white")
+    (DRAWN / "exposed.svg").write_text(svg(drawn) + "\n", encoding="utf-8")
+
+
 def draw_slopes() -> None:
     """PSNR of pictures rebuilt from slopes against slopes / d, a line for each number of rounds."""
     told = json.loads((EXPOSED / "slopes.json").read_text(encoding="utf-8"))["points"]
@@ -874,6 +895,7 @@ def main() -> None:
             page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
         draw()
         draw_slopes()
+        draw_exposed()
     if chosen.screenshot:
         screenshot()
     if not chosen.write and not chosen.screenshot:

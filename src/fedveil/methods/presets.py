@@ -20,8 +20,8 @@ _EXPOSED = (
     ),
     (
         "measured",
-        "'fedveil audit --matrix digits' rebuilds the records of clients with one or eight of them from these points as "
-        "well as from raw updates. The points hide little.",
+        "'fedveil audit --matrix digits' identifies most records of clients with one or eight of them from these "
+        "points. They hide little.",
     ),
 )
 _SEES = "the synthetic points of every client and, by decoding them, an approximation of its update"

@@ -128,11 +128,13 @@ def _ranged(value: Range | None) -> str:
 
 
 def album(pictures: Mapping[str, Sequence[Tensor]]) -> Figure:
-    """Lines of pictures: the true records once for each number of records, then what was rebuilt by each row."""
-    lines: dict[str, Tensor] = {}
+    """Lines of pictures: for each number of records the true ones, the nearest test records, and what each row rebuilt.
+
+    pictures: by the title of a row, true records, rebuilt ones and the nearest others
+    """
+    groups: dict[str, dict[str, Tensor]] = {}
     for title, (true, found, nearest) in pictures.items():
         records = title.rpartition(", ")[2]
-        lines.setdefault(f"true records, {records}", true)
-        lines.setdefault(f"nearest test records, {records}", nearest)
-        lines[title] = found
-    return gallery(lines)
+        heads = {f"true records, {records}": true, f"nearest test records, {records}": nearest}
+        groups.setdefault(records, heads)[title] = found
+    return gallery({title: images for lines in groups.values() for title, images in lines.items()})
