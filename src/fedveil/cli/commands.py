@@ -113,9 +113,10 @@ def run(
     from fedveil.cli.jobs import Job, choose, holds_run
     from fedveil.cli.many import Layout
     from fedveil.runs import recipe
+    from fedveil.runs.repeats import source_name
 
     plan = recipe.read(source, changes or ())
-    path = folder or fresh(show.name(source))
+    path = folder or fresh(source_name(source))
     if holds_run(path):
         raise ValueError(f"{path} already holds a run; 'fedveil resume {path}' continues it, or choose another --out")
     where = choose(

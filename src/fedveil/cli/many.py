@@ -20,7 +20,6 @@ import msgspec
 from fedveil.cli.interrupt import INTERRUPTED, Interrupt
 from fedveil.cli.jobs import Job, holds_run
 from fedveil.cli.shell import say
-from fedveil.cli.show import name
 from fedveil.core.ledger import headline
 from fedveil.core.setup import settled_like
 from fedveil.runs import recipe
@@ -29,7 +28,7 @@ from fedveil.runs.origin import Where
 from fedveil.runs.own import references
 from fedveil.runs.plugins import module_of
 from fedveil.runs.recipe import Recipe
-from fedveil.runs.repeats import folder_name, parse_grid, parse_held, parse_seeds, with_seed
+from fedveil.runs.repeats import folder_name, parse_grid, parse_held, parse_seeds, source_name, with_seed
 from fedveil.runs.statistics import Repeats
 
 if TYPE_CHECKING:
@@ -79,14 +78,14 @@ class Layout:
         for source in self.sources:
             for changes in parse_grid(self.grids):
                 plan = recipe.read(source, [*self.changes, *changes])
-                parts = [name(source)] * self.several + [folder_name(changes)] * bool(changes)
+                parts = [source_name(source)] * self.several + [folder_name(changes)] * bool(changes)
                 path = self.home.joinpath(*parts)
                 if path in found:
                     raise ValueError("two of the recipes have one name and would share a folder; name each once")
                 plans = {seed: with_seed(plan, seed, held, seeds[0]) for seed in seeds or ()} if seeds else {}
                 jobs = {seed: job_in(path / f"seed-{seed}", own, where) for seed, own in plans.items()}
                 jobs = jobs or {plan.seed: job_in(path, plan, where)}
-                found[path] = Variant("/".join(parts) or name(source), jobs, seeds is not None)
+                found[path] = Variant("/".join(parts) or source_name(source), jobs, seeds is not None)
         variants = list(found.values())
         if self.grids and not any(v.jobs[seed].recipe.task.validation for v in variants for seed in v.jobs):
             say(

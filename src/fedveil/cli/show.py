@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -98,11 +97,6 @@ def comparison(jobs: Sequence[Job], called: Sequence[str] = ()) -> None:
         promised = [*epsilons, s["relation"] or "–"] if private else []
         table.add_row(head, value, *sent, *promised, f"{s['seconds']:.3g}")
     out.print(table)
-
-
-def name(source: str) -> str:
-    """What the folder of a recipe is called."""
-    return Path(source).stem if source.endswith(".toml") else source.replace("/", "-")
 
 
 def variants(found: Sequence[Variant], page: str | None, format: Format) -> None:

@@ -56,7 +56,7 @@ def tune(
     from fedveil.cli.jobs import Job, choose
     from fedveil.cli.study import Study
     from fedveil.runs import recipe
-    from fedveil.runs.repeats import parse_seeds
+    from fedveil.runs.repeats import parse_seeds, source_name
     from fedveil.runs.space import Budget, parse_budget, parse_over, validate_spaces
 
     if not over:
@@ -68,7 +68,7 @@ def tune(
     validate_spaces(source, changes or (), spaces)
     budget = parse_budget(at) if at else Budget()
     _validate_private(plan, budget, count_epsilon)
-    home = folder or fresh(f"tune-{show.name(source)}")
+    home = folder or fresh(f"tune-{source_name(source)}")
     where = choose(data_dir, device, None, None, "local", None, False, False, False, None)
     job = Job.new(home, plan, where)
     loaded: dict[str, Data] = {}

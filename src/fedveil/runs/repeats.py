@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from fedveil.runs.recipe import Recipe
 
@@ -73,6 +74,11 @@ def parse_grid(grids: Sequence[str]) -> list[tuple[str, ...]]:
     if len(found_all) > MANY:
         raise ValueError(f"the grids have more than {MANY:,} combinations; give fewer values, or use fedveil tune")
     return found_all
+
+
+def source_name(source: str) -> str:
+    """Return the folder of a recipe, which is a built-in name or a TOML file."""
+    return Path(source).stem if source.endswith(".toml") else source.replace("/", "-")
 
 
 def folder_name(changes: Sequence[str]) -> str:
