@@ -708,13 +708,18 @@ def inverted() -> str:
         "cosine-batch": "Inverting Gradients, 4 records",
     }
     rows = {name: parts[part] for part, name in names.items()}
-    rows |= {f"2 epochs in batches of 2, 4 records: {k}": v for k, v in parts["epochs"].items() if "psnr" in v}
-    rows |= {f"random vectors: {k}": v for k, v in parts["wrong"].items() if "psnr" in v}
+    rows |= {f"2 epochs in batches of 2, 4 records: {k}": v for k, v in _measured(parts["epochs"])}
+    rows |= {f"random vectors: {k}": v for k, v in _measured(parts["wrong"])}
     body = [
         [name, count(each["victims"]), _value(each["psnr"]), f"{each['ssim']['value']:.2f}", *_found(each)]
         for name, each in rows.items()
     ]
     return table(["attack", "victims", "PSNR, dB", "SSIM", "identified, %", "exact, %"], body, 1)
+
+
+def _measured(part: dict[str, Any]) -> Iterable[tuple[str, dict[str, Any]]]:
+    """The scores among the entries of a part."""
+    return [(name, each) for name, each in part.items() if isinstance(each, dict) and "psnr" in each]
 
 
 def _found(each: dict[str, Any]) -> list[str]:

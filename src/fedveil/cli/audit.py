@@ -184,9 +184,12 @@ def _audited(
         told = {"attacks": reached.attacks, "control": reached.control, "baseline": reached.baseline}
         found = msgspec.structs.replace(found, records=reached.records, others=kind, shadows=shadows, **told)
     if "dp" in chosen:
-        if named and not promise:
-            raise ValueError(f"--attacks has dp, but {job.path} promises no ε; leave dp out")
-        if promise and promise.key == "privacy":
+        why = mechanism.unsupported(plan.method) if promise and promise.key == "privacy" else ""
+        if named and (why or not promise):
+            raise ValueError(why or f"--attacks has dp, but {job.path} promises no ε; leave dp out")
+        if why:
+            found = msgspec.structs.replace(found, left_out=found.left_out | {"dp": why})
+        elif promise and promise.key == "privacy":
             secret = private_root(plan.seed).child("audit") if job.where.insecure_test_noise else None
             canary = mechanism.audit(task, plan.method, w, seed, secret, canaries, answers, tell)
             found = msgspec.structs.replace(found, mechanism=canary)
