@@ -839,6 +839,7 @@ def draw() -> None:
         if "digits/fedavg" in names:
             for axes in figure.axes:
                 axes.set_ylim(0.85, 1)  # where the runs differ
+                axes.set_ylabel("test accuracy")
         path.write_text(svg(figure) + "\n", encoding="utf-8")
 
 

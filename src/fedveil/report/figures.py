@@ -282,8 +282,8 @@ def roc(attacks: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Figur
 
 def gallery(rows: Mapping[str, Tensor]) -> Figure:
     """Pictures [N, channels, height, width] with pixels in [0, 1], a line of them for each name."""
-    most = max(len(images) for images in rows.values())
-    figure = Figure(figsize=(2.4 + 0.42 * most, 0.46 * len(rows)), layout="constrained")
+    most, longest = max(len(images) for images in rows.values()), max(map(len, rows))
+    figure = Figure(figsize=(0.4 + 0.09 * longest + 0.42 * most, 0.46 * len(rows)), layout="constrained")
     for axes, (name, images) in zip(figure.subplots(len(rows), squeeze=False)[:, 0], rows.items(), strict=True):
         x = images[:, : 3 if images.shape[1] >= 3 else 1].numpy().transpose(0, 2, 3, 1)
         x = np.pad(x.repeat(3 // x.shape[-1], 3), ((0, 0), (0, 0), (0, 1), (0, 0)), constant_values=1)
