@@ -235,7 +235,8 @@ def _where(
     )
     if not isinstance(engine, LocalEngine) or type(engine) not in (LocalEngine, RayEngine):
         return here, f"its engine is {type(engine).__name__}"
-    ours: dict[str, Any] = {"engine": "local", "stack": engine.stack, "workers": engine.lanes(task)}
+    stack, workers = engine.chosen(task)
+    ours: dict[str, Any] = {"engine": "local", "stack": stack, "workers": workers}
     ours |= {"debug": engine.debug, "compile": engine.compile, "wire": None if engine.wire == "memory" else "bytes"}
     if isinstance(engine, RayEngine):
         ours |= {"engine": "ray", "ray_address": engine.address}

@@ -7,7 +7,7 @@ import torch
 import fedveil as fv
 from fedveil.cli.jobs import Job
 from fedveil.engines import LocalEngine
-from fedveil.engines.local import LARGE, ClientFailure
+from fedveil.engines.local import HUGE, LARGE, ClientFailure
 from fedveil.gpu.context import current
 from fedveil.runs import recipe
 from fedveil.runs.origin import Where
@@ -68,13 +68,39 @@ def test_clients_of_like_size_are_stacked_together():
     assert stacks == [[3, 6], [9, 12], [15, 18]]
 
 
-def test_small_models_are_stacked_and_large_ones_spread_over_workers():
-    small = recipe.read("digits/fedavg").build()
-    assert small.work < LARGE
-    engine = LocalEngine()
-    fv.run(small, fv.FedAvg(), rounds=1, cohort=4, engine=engine)
-    assert engine._lanes == 1
-    assert engine._fits >= 4
+@pytest.mark.parametrize(
+    ("work", "options", "sizes"),
+    [
+        (LARGE - 1, {}, [25, 5]),  # the same on every machine
+        (LARGE - 1, {"workers": 3}, [10, 10, 10]),
+        (LARGE - 1, {"stack": 20}, [20, 10]),
+        (LARGE, {}, [5] * 6),
+        (LARGE, {"workers": 10}, [3] * 10),
+        (HUGE, {}, [1] * 30),
+    ],
+)
+def test_on_a_cpu_the_size_of_the_model_decides_how_many_clients_are_stacked(monkeypatch, work, options, sizes):
+    monkeypatch.setattr("fedveil.engines.local.cores", lambda: 4)
+    task, stacks = linear_task(30, 60), []
+    task.work = work
+
+    class Watch(fv.FedAvg):
+        def released(self, stack, question, w, parts=None):
+            stacks.append(len(stack))
+            return super().released(stack, question, w, parts)
+
+    engine = LocalEngine(**options)
+    assert engine.chosen(task)[1] == options.get("workers", 4)
+    fv.run(task, Watch(), rounds=1, cohort=30, engine=engine)
+    assert sorted(stacks, reverse=True) == sizes
+
+
+def test_what_an_engine_chose_makes_the_same_stacks_on_a_machine_with_more_cores(monkeypatch):
+    task = linear_task(30, 60)
+    monkeypatch.setattr("fedveil.engines.local.cores", lambda: 2)
+    stack, workers = LocalEngine().chosen(task)
+    monkeypatch.setattr("fedveil.engines.local.cores", lambda: 16)
+    assert LocalEngine(stack, workers).chosen(task) == (stack, workers) == (25, 2)
 
 
 def test_an_engine_can_be_used_again_for_a_task_of_another_size(monkeypatch):

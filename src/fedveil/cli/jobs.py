@@ -261,7 +261,8 @@ class Job:
             engine: LocalEngine = RayEngine(where.ray_address, where.workers, where.stack, logs=where.debug, tell=say)
         else:
             engine = LocalEngine(where.stack, where.workers, where.debug, where.compile, where.wire or "memory")
-        self.environment = {**self.environment, "workers": engine.lanes(task)}  # a resume elsewhere needs as many
+        stack, workers = engine.chosen(task)
+        self.environment = {**self.environment, "stack": stack, "workers": workers}  # a resume elsewhere needs the same
         return closing(engine)
 
 

@@ -21,11 +21,12 @@ from fedveil.gpu.context import using
 from fedveil.gpu.graphs import one_thread
 from fedveil.gpu.host import keep_freed_memory
 
-# On a CPU a step of a small model costs mostly its dispatch, which threads take turns at: one worker with all clients
-# in one stack is fastest. A step of a larger one costs arithmetic, which grouped kernels do no faster than plain ones:
-# then it is a worker a core, a client at a time. Multiply-adds a record where the second begins; the digits CNN has 25
-# thousand, LeNet5 416 thousand (`make bench`).
-LARGE = 100_000
+# On a CPU a step of a small model costs mostly its dispatch, which threads take turns at, so clients are stacked; but a
+# stack that leaves the caches takes twice as long a client. A step of a larger model costs arithmetic, which grouped
+# kernels do no faster than plain ones: then few clients are stacked, and of the largest models none. `LARGE` and `HUGE`
+# are multiply-adds a record; the digits CNN has 25 thousand, LeNet5 416 thousand (`python -m benchmarks.rivals`).
+LARGE, HUGE = 100_000, 5_000_000
+SMALL_STACK, LARGE_STACK = 25, 5
 AHEAD = 4  # stacks a worker that are begun before the first is handed over
 WIRES = ("memory", "bytes")
 
@@ -35,8 +36,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _large(task: Task) -> bool:
-    return task.device.type == "cpu" and task.work >= LARGE
+def _most(task: Task) -> int:
+    """The most clients in a stack whose size is not chosen."""
+    if task.device.type != "cpu" or task.work < LARGE:
+        return 10**9
+    return LARGE_STACK if task.work < HUGE else 1
 
 
 class ClientFailure(Exception):
@@ -78,14 +82,22 @@ class LocalEngine:
             keep_freed_memory()
             torch.set_float32_matmul_precision("high")  # as convolutions are by default, so what stands in for them
             torch.backends.cudnn.deterministic = True  # or server and clients decode one message differently
-        self._lanes = self.lanes(task)
-        self._fits = 1 if self.debug or not task.stackable else self.stack or (1 if _large(task) else 10**9)
+        self._stack, self._lanes = self.chosen(task)
+        self._fits = 1 if self.debug or not task.stackable else self._stack or _most(task)
         if self._lanes > 1:
             self._pool = ThreadPoolExecutor(self._lanes, "fedveil", initializer=torch.set_num_threads, initargs=(1,))
 
     def lanes(self, task: Task) -> int:
-        """How many workers there are for a task. All else that the engine chooses is the same on every machine."""
-        return 1 if self.debug else self.workers or (cores() if _large(task) else 1)
+        """How many workers there are for a task."""
+        return 1 if self.debug else self.workers or (cores() if task.device.type == "cpu" else 1)
+
+    def chosen(self, task: Task) -> tuple[int | None, int]:
+        """The stack and the workers with which an engine makes the same stacks on any machine. Without a stack, they
+        depend on the number of workers."""
+        small = task.device.type == "cpu" and task.work < LARGE
+        if small and self.stack is None and self.workers is None:
+            return min(SMALL_STACK, at_once(task)), self.lanes(task)
+        return self.stack, self.lanes(task)
 
     def launching(self) -> AbstractContextManager[object]:
         """How steps are launched, the server's own among them."""
@@ -117,8 +129,8 @@ class LocalEngine:
             yield from done
 
     def _stacks(self, letters: Sequence[Letter]) -> list[list[Letter]]:
-        """Clients of like size together, so that little of a stack is padding; as many stacks as there are workers, or
-        more where one would hold too many weights."""
+        """Clients of like size together, so that little of a stack is padding. Without a stack of a chosen size there are
+        as many stacks as workers, or more where one would hold too much."""
         assert self._clients
         sizes, most = self._clients.task.clients.sizes, at_once(self._clients.task)
         groups: dict[tuple[int, bytes | Loose], list[Letter]] = {}
@@ -127,7 +139,7 @@ class LocalEngine:
         stacks = []
         for group in groups.values():
             group.sort(key=lambda letter: (sizes[letter.client], letter.client))
-            size = self._fits if self.stack else min(self._fits, most, math.ceil(len(group) / self._lanes))
+            size = self._fits if self._stack else min(self._fits, most, math.ceil(len(group) / self._lanes))
             stacks += [group[i : i + size] for i in range(0, len(group), size)]
         return stacks
 

@@ -112,6 +112,10 @@ class RayEngine(LocalEngine):
             raise ValueError(f"{told}; use fewer --workers or another cluster")
         return lanes
 
+    def chosen(self, task: Task) -> tuple[int | None, int]:
+        """What was asked for: without a stack, each actor gets one."""
+        return self.stack, self.lanes(task)
+
     def _resources(self, task: Task) -> int:
         """How many GPUs the cluster has, or how many cores."""
         return int(self._ray.cluster_resources().get(_resource(task), 0))
