@@ -129,8 +129,8 @@ class LocalEngine:
             yield from done
 
     def _stacks(self, letters: Sequence[Letter]) -> list[list[Letter]]:
-        """Clients of like size together, so that little of a stack is padding. Without a stack of a chosen size there are
-        as many stacks as workers, or more where one would hold too much."""
+        """Clients of like size together, so that little of a stack is padding. Where no size is chosen, there are as
+        many stacks as workers, or more where one would hold too much."""
         assert self._clients
         sizes, most = self._clients.task.clients.sizes, at_once(self._clients.task)
         groups: dict[tuple[int, bytes | Loose], list[Letter]] = {}
