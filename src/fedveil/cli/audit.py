@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +34,19 @@ ALL = "all"
 
 Tell = Callable[[str], object]
 Drawn = dict[str, "dict[str, Tensor]"]  # pictures of a kind of message, by what they are
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What was asked for: the parts, whether they were named and must be possible, and the options of each."""
+
+    parts: Sequence[str]
+    named: bool
+    how: Attack
+    records: int
+    canaries: int
+    answers: int
+    shadows: int
 
 
 def audit(
@@ -77,17 +91,8 @@ def audit(
         how = Attack(victims=victims, seconds=seconds or 300)
         return _matrix(matrix, folder or Path("runs") / f"matrix-{matrix}", only or (), how, format)
     assert path
-    _run(
-        path,
-        chosen,
-        attacks != ALL,
-        Attack(victims=victims, seconds=seconds or 120),
-        records,
-        canaries,
-        answers,
-        shadows,
-        format,
-    )
+    how = Attack(victims=victims, seconds=seconds or 120)
+    _run(path, _Asked(chosen, attacks != ALL, how, records, canaries, answers, shadows), format)
 
 
 def _matrix(name: str, folder: Path, only: Sequence[str], how: Attack, format: Format) -> None:
@@ -107,18 +112,8 @@ def _matrix(name: str, folder: Path, only: Sequence[str], how: Attack, format: F
     say(f"the page is {folder / matrix.PAGE}")
 
 
-def _run(
-    path: Path,
-    chosen: Sequence[str],
-    named: bool,
-    how: Attack,
-    records: int,
-    canaries: int,
-    answers: int,
-    shadows: int,
-    format: Format,
-) -> None:
-    """Audit the run in a folder. Of the chosen parts, those that are `named` must be possible."""
+def _run(path: Path, asked: _Asked, format: Format) -> None:
+    """Audit the run in a folder."""
     from fedveil.cli import audited
     from fedveil.cli.jobs import Job
 
@@ -127,7 +122,7 @@ def _run(
     if job.where.insecure_test_noise:
         say("warning: the private randomness of this run was fixed, so that its noise protects nobody")
     with _progress() as tell:
-        found, pictures = _audited(job, saved, chosen, named, how, records, canaries, answers, shadows, tell)
+        found, pictures = _audited(job, saved, asked, tell)
     _write(path, found, pictures)
     if format is Format.json:
         show.as_json(msgspec.to_builtins(found))
@@ -139,18 +134,7 @@ def _run(
         raise typer.Exit(BROKEN)
 
 
-def _audited(
-    job: Job,
-    saved: Saved,
-    chosen: Sequence[str],
-    named: bool,
-    how: Attack,
-    records: int,
-    canaries: int,
-    answers: int,
-    shadows: int,
-    tell: Tell,
-) -> tuple[Audit, Drawn]:
+def _audited(job: Job, saved: Saved, asked: _Asked, tell: Tell) -> tuple[Audit, Drawn]:
     from fedveil.attacks import mechanism, membership, shadow, users
     from fedveil.attacks.audit import Audit
     from fedveil.core.loop import trained_task
@@ -173,25 +157,25 @@ def _audited(
         saved.round, 0, delta, epsilon, {}, None, None, None, [], relation=promise.relation if promise else None
     )
     pictures: Drawn = {}
-    if {"inversion", "images"} & {*chosen}:
-        found, pictures = _messages(job, begun, chosen, named, how, found, tell)
-    if "membership" in chosen:
+    if {"inversion", "images"} & {*asked.parts}:
+        found, pictures = _messages(job, begun, asked, found, tell)
+    if "membership" in asked.parts:
         kind = "validation" if plan.task.validation else "test"
         local = shadow.training(plan.method, job.ledger.rows, task, clients)
         reached = membership.attack(
-            task, w, clients, seed, delta, records, tell, kind=kind, local=local, shadows=shadows
+            task, w, clients, seed, delta, asked.records, tell, kind=kind, local=local, shadows=asked.shadows
         )
         told = {"attacks": reached.attacks, "control": reached.control, "baseline": reached.baseline}
-        found = msgspec.structs.replace(found, records=reached.records, others=kind, shadows=shadows, **told)
-    if "dp" in chosen:
+        found = msgspec.structs.replace(found, records=reached.records, others=kind, shadows=asked.shadows, **told)
+    if "dp" in asked.parts:
         why = mechanism.unsupported(plan.method) if promise and promise.key == "privacy" else ""
-        if named and (why or not promise):
+        if asked.named and (why or not promise):
             raise ValueError(why or f"--attacks has dp, but {job.path} promises no ε; leave dp out")
         if why:
             found = msgspec.structs.replace(found, left_out=found.left_out | {"dp": why})
         elif promise and promise.key == "privacy":
             secret = private_root(plan.seed).child("audit") if job.where.insecure_test_noise else None
-            canary = mechanism.audit(task, plan.method, w, seed, secret, canaries, answers, tell)
+            canary = mechanism.audit(task, plan.method, w, seed, secret, asked.canaries, asked.answers, tell)
             found = msgspec.structs.replace(found, mechanism=canary)
         if secure := plan.method.noised_sum:
             tell("noised sums of two updates")
@@ -208,9 +192,7 @@ def _audited(
     return msgspec.structs.replace(found, broken=broken), pictures
 
 
-def _messages(
-    job: Job, task: Task, chosen: Sequence[str], named: bool, how: Attack, found: Audit, tell: Tell
-) -> tuple[Audit, Drawn]:
+def _messages(job: Job, task: Task, asked: _Asked, found: Audit, tell: Tell) -> tuple[Audit, Drawn]:
     """Attack the messages that a folder keeps. What is not possible is left out, or a ValueError where it is named."""
     from fedveil.attacks import exposure, sets
     from fedveil.attacks.estimate import nothing
@@ -221,14 +203,14 @@ def _messages(
     left_out: dict[str, str] = {}
 
     def leave(part: str, why: str) -> None:
-        if named:
+        if asked.named:
             raise ValueError(why)
         left_out[part] = why
 
     try:
         numbers = kept_rounds(job.path)
     except ValueError as error:
-        for part in [part for part in ("inversion", "images") if part in chosen]:
+        for part in [part for part in ("inversion", "images") if part in asked.parts]:
             leave(part, str(error))
         return msgspec.structs.replace(found, left_out=left_out), {}
     method = job.recipe.method
@@ -237,22 +219,22 @@ def _messages(
     seen: Seen = view("server", task, method, Seed.root(job.recipe.seed), rounds)
     truths: Truths = {number: read_truth(job.path, number) for number in numbers}
     pictures: Drawn = {}
-    if "inversion" in chosen:
-        made = exposure.attempts(seen, how, tell)
+    if "inversion" in asked.parts:
+        made = exposure.attempts(seen, asked.how, tell)
         if not made:
             leave("inversion", nothing(method) or f"the messages of {method.name} say nothing about a gradient")
         else:
             control = None
             if any(each.found for each in made):
-                control = exposure.control(task, how.inversion, seen.seed.child("audit", "control"), tell)
+                control = exposure.control(task, asked.how.inversion, seen.seed.child("audit", "control"), tell)
             rows, drawn = exposure.scored(task, seen, made, truths, control)
             found = msgspec.structs.replace(found, messages=rows)
             pictures = {
                 kind: {"true": p.true, "rebuilt": p.found, "nearest other": p.nearest} for kind, p in drawn.items()
             }
-    if "images" in chosen:
+    if "images" in asked.parts:
         if not sets.has_sets(seen):
-            if named:
+            if asked.named:
                 leave("images", f"the messages of {method.name} hold no synthetic records; leave images out")
         else:
             tell("synthetic sets")
