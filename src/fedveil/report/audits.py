@@ -34,12 +34,12 @@ def _verdicts(found: Audited) -> str:
     from fedveil.attacks.audit import verdicts
 
     rows = [
-        name(run.name) + cell(each.part, "words") + cell(each.verdict, "words") + cell(each.sentence, "words")
+        name(run.name) + cell(each.part) + cell(each.verdict) + cell(each.sentence, "words")
         for run, audit in found
         for each in verdicts(audit)
     ]
     rows += [
-        name(run.name) + cell(part, "words") + cell("left out", "words") + cell(why, "words")
+        name(run.name) + cell(part) + cell("left out") + cell(why, "words")
         for run, audit in found
         for part, why in audit.left_out.items()
     ]
