@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from fedveil.attacks.audit import Audit, verdicts
+from fedveil.attacks.audit import Audit, above_chance, verdicts
 from fedveil.attacks.exposure import FOUND, INCONCLUSIVE, NOT_FOUND, Exposure
 from fedveil.attacks.mechanism import Mechanism
 from fedveil.attacks.roc import Figures
@@ -68,3 +68,10 @@ def test_what_is_found_comes_first():
     )
     assert [each.verdict for each in verdicts(found)] == [FOUND, NOT_FOUND]
     assert "records of clients can be rebuilt" in verdicts(found)[0].sentence
+
+
+def test_the_best_of_several_attacks_needs_more_than_its_own_interval():
+    near = msgspec.structs.replace(GUESS, auc=0.54, low=0.505, high=0.575)
+    assert above_chance([near])
+    assert not above_chance([near, GUESS, GUESS, GUESS])
+    assert above_chance([SURE, GUESS, GUESS, GUESS])

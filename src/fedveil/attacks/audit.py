@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
+from scipy import stats
 
 from fedveil.attacks.exposure import FOUND, INCONCLUSIVE, NOT_FOUND, Exposure
 from fedveil.attacks.mechanism import Mechanism
 from fedveil.attacks.membership import SUCCESS
-from fedveil.attacks.roc import Figures
+from fedveil.attacks.roc import CONFIDENCE, Figures
 from fedveil.attacks.sets import SetExposure
 from fedveil.attacks.users import SumAudit
 
@@ -117,12 +118,18 @@ def _members(found: Audit) -> Iterator[Verdict]:
     if found.baseline.low > 0.5 or found.baseline.high < 0.5:
         told = "members and others differ in themselves (see the baseline), so nothing is known about membership"
         yield Verdict("membership", INCONCLUSIVE, told)
-    elif best.low > 0.5:
+    elif above_chance(list(found.attacks.values())):
         yield Verdict("membership", FOUND, f"the weights tell who was trained on ({reached})")
     elif found.control.auc < SUCCESS:
         yield Verdict("membership", INCONCLUSIVE, "the control failed: too few records to tell members from others")
     else:
         yield Verdict("membership", NOT_FOUND, f"the weights do not tell members from others ({reached})")
+
+
+def above_chance(attacks: Sequence[Figures]) -> bool:
+    """Whether one of several attacks is better than guessing, at 95% for all of them together (Bonferroni)."""
+    single, all_together = (float(stats.norm.ppf(1 - (1 - CONFIDENCE) / 2 / k)) for k in (1, len(attacks)))
+    return any(each.auc - (each.auc - each.low) * all_together / single > 0.5 for each in attacks)
 
 
 def _promises(found: Audit) -> Iterator[Verdict]:
