@@ -26,8 +26,10 @@ from fedveil.codecs.tofu import Proxies
 from fedveil.core import message
 from fedveil.core.ledger import Ledger
 from fedveil.core.message import Envelope
+from fedveil.core.metrics import ACCURACY
 from fedveil.report import curves, svg, write
 from fedveil.report.figures import gallery, look
+from fedveil.runs.statistics import paired, spread
 
 HERE = Path(__file__).resolve().parent
 THREATS = HERE.parent / "docs" / "explanation" / "threat-model.md"
@@ -648,6 +650,26 @@ def rivals() -> str:
     return "\n\n".join(pieces) or "Nothing yet: `python -m benchmarks.rivals -o results/rivals-cpu.json` writes it."
 
 
+def seeds() -> str:
+    """The digits with five seeds: means, and paired differences to FedAvg."""
+    told = json.loads((HERE / "digits-seeds.json").read_text(encoding="utf-8"))
+    by_recipe: dict[str, dict[int, dict[str, float]]] = {}
+    for run in told["runs"]:
+        by_recipe.setdefault(run["recipe"], {})[run["seed"]] = run
+    base = {seed: run["accuracy_last3"] for seed, run in by_recipe["fedavg"].items()}
+    body = []
+    for recipe, runs in sorted(by_recipe.items(), key=lambda each: -each[1][0]["bytes_up"]):
+        values = {seed: run["accuracy_last3"] for seed, run in runs.items()}
+        middle, apart = spread(list(values.values())), paired(values, base)
+        sent = count(runs[0]["bytes_up"] / 100)  # 5 clients in 20 rounds
+        shown = f"{percent(middle.mean)} ± {percent(middle.deviation or 0.0)}"
+        difference = apart.show(ACCURACY) if apart and recipe != "fedavg" else ""
+        body.append([f"`{recipe}`", sent, shown, difference])
+    head = ["run", "bytes up, a client and round", "mean of last 3, %", "difference to `fedavg`, with 95%"]
+    commands = "\n".join(f"    {command}" for command in told["commands"])
+    return f"{table(head, body)}\n\nCPU, one thread; commit {told['commit']}; seeds 0 to 4:\n\n{commands}"
+
+
 def exposure() -> str:
     """What messages of the digits expose, from the matrix of attacks."""
     done = json.loads((EXPOSED / "matrix.json").read_text(encoding="utf-8"))
@@ -796,6 +818,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "mnist commands": lambda: commands(f"mnist/{path.name}" for path in sorted((HERE / "mnist").iterdir())),
     "cifar commands": lambda: commands(f"cifar10/{path.name}" for path in sorted((HERE / "cifar10").iterdir())),
     "fashion commands": lambda: commands(f"fashion/{path.name}" for path in sorted((HERE / "fashion").iterdir())),
+    "digits seeds": seeds,
     "exposure": exposure,
     "guesses": guesses,
     "slopes": given_away,
