@@ -84,8 +84,8 @@ def test_running_statistics_are_merged_in_batches_too(few):
     whole, _ = run(fv.FedAvg(LOCAL), task)
     few(task)
     found, _ = run(fv.FedAvg(LOCAL), task)
-    torch.testing.assert_close(found.task.norms.values, whole.task.norms.values, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found.weights, whole.weights, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.task.norms.values, whole.task.norms.values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.weights, whole.weights, rtol=1e-5, atol=1e-5)
 
 
 def test_batches_are_the_same_in_every_run_and_on_both_wires(few):

@@ -76,6 +76,17 @@ def test_a_report_of_seeds_has_means_intervals_and_words(make: Maker, tmp_path: 
     assert "fedavg (a/seed-1) 2 91.00%" in text  # every run, below
 
 
+def test_many_recipes_are_compared_in_two_sentences(make: Maker, tmp_path: Path) -> None:
+    repeat(make, "all/a", [0.90, 0.91, 0.92])
+    for name, accuracy in (("b", 0.8), ("c", 0.7)):
+        repeat(make, f"all/{name}", [accuracy, accuracy + 0.01, accuracy + 0.02], method=f"low-{name}")
+    for name in "de":
+        repeat(make, f"all/{name}", [0.91, 0.90, 0.92], method=f"alike-{name}")
+    text = words(write([tmp_path / "all"], tmp_path / "r.html"))
+    assert "Worse than it, with 95% confidence each: low-b, low-c. No difference seen: alike-d, alike-e." in text
+    assert "against it" not in text
+
+
 def test_a_recipe_is_a_mean_and_a_band(make: Maker) -> None:
     seeds = [ledger(0.5, 0.7, 0.9, sent=1000), ledger(0.6, 0.9, sent=3000)]
     line, band = averaged(seeds, "bytes", "accuracy")

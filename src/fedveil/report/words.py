@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fedveil.core.metrics import VALIDATION, Primary
 from fedveil.core.outcome import best_row
@@ -11,6 +11,7 @@ from fedveil.report.folder import Run
 from fedveil.report.groups import Group
 from fedveil.runs.statistics import Repeats
 
+FEW = 3  # recipes that are compared with the best one in a sentence each
 POINT = 0.01 + 1e-9  # one point of accuracy, and what rounding may take from it
 
 
@@ -65,8 +66,11 @@ def conclusion(groups: Sequence[Group]) -> str:
     said = [f"{best.name} has the best mean test {primary.words}, {_spread(best)}."]
     if len(found) == 1:
         said = [f"{best.name} reached a test {primary.words} of {_spread(best)}."]
-    for each in found:
-        if each is not best:
+    others = [each for each in found if each is not best]
+    if len(others) > FEW:
+        said += _sorted_out(others, best)
+    else:
+        for each in others:
             difference = each.difference(best)
             told = difference.show(primary) if difference else "not enough common seeds for an interval"
             said.append(f"{each.name} against it: {told}.")
@@ -77,6 +81,17 @@ def conclusion(groups: Sequence[Group]) -> str:
     if any(run.setting != runs[0].setting for run in runs):
         said.append("The runs differ in task or split, so compare them with care.")
     return " ".join(said)
+
+
+def _sorted_out(others: Sequence[Repeats], best: Repeats) -> Iterator[str]:
+    """Many recipes in a sentence for those that differ from the best one and one for those that do not."""
+    seen = {each.name: difference.seen for each in others if (difference := each.difference(best))}
+    if worse := [name for name, apart in seen.items() if apart]:
+        yield f"Worse than it, with 95% confidence each: {', '.join(worse)}."
+    if alike := [name for name, apart in seen.items() if not apart]:
+        yield f"No difference seen: {', '.join(alike)}."
+    if unknown := [each.name for each in others if each.name not in seen]:
+        yield f"Not enough common seeds for an interval: {', '.join(unknown)}."
 
 
 def _mean(each: Repeats) -> float:
