@@ -1,7 +1,7 @@
 """Records from a FedAvg update of several local steps (Dimitrov et al. 2022, "Data Leakage in Federated Averaging").
 
 The attack simulates the client's training on dummy records, differentiably, from the weights that it was sent, and fits
-them until the simulated update is the one that was seen (their section 4). Which batch held a record is unknown, so
+them until the simulated update is the one that was seen. Which batch held a record is unknown, so
 every epoch has dummy records of its own, tied by a prior that does not depend on their order. Where the order is known
 up to the names of records, one set of dummy records serves in all epochs.
 """
@@ -120,7 +120,7 @@ def simulate(task: Task, w: Tensor, x: Tensor, y: Tensor, local: LocalTraining, 
 
 def apart(x: Tensor) -> Tensor:
     """How far the epochs of x [B, epochs, n, …] are from holding the same records, [B]: the mean squared distance
-    between their mean and their largest records over all pairs of epochs (the order-invariant prior of section 4)."""
+    between their mean and their largest records over all pairs of epochs (their order-invariant prior)."""
     records = x.flatten(3)
     told = torch.cat([records.mean(2), records.amax(2)], 2)  # [B, epochs, 2 features]
     return 2 * told.var(1, correction=0).mean(1)  # of all pairs

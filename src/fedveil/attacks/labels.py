@@ -1,7 +1,7 @@
 """How many records of each class a batch has, read off the last layer's gradient.
 
 With cross-entropy the gradient of the last layer's bias is g_i = p̄_i - n_i/n: the mean probability of class i less its
-share of the batch. For one record its label is the only negative entry (iDLG, Zhao et al. 2020, eq. 4). For a batch
+share of the batch. For one record its label is the only negative entry (iDLG, Zhao et al. 2020). For a batch
 n_i = n (p̄_i - g_i), where p̄ is estimated at the same weights on random records (as LLG-RND, Wainakh et al. 2022,
 estimates the impact of a label).
 """

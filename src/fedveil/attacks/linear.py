@@ -1,7 +1,7 @@
 """Exact recovery from a linear layer with a bias: a row of its weights' gradient over the entry of its bias' gradient.
 
 For one record with input h and the layer's outputs z, ∂L/∂W = (∂L/∂z) hᵀ and ∂L/∂b = ∂L/∂z, so that each row of the
-first over the same entry of the second is h (Phong et al. 2018, section 3; Geiping et al. 2020, proposition 3.1). In a
+first over the same entry of the second is h (Phong et al. 2018; Geiping et al. 2020, proposition 3.1). In a
 batch this holds for the rows of neurons that one record alone activates; two such rows of one record agree.
 """
 

@@ -7,7 +7,7 @@ The first linear layer becomes an imprint module. All its rows are one measureme
 quantiles c_1 < … < c_M of h·x, so that ReLU lets a record through to the rows whose quantile it exceeds. The layer
 after it gives a record the same slope δ in all of these rows. The gradients of two adjacent rows therefore differ by
 the records between their quantiles, and a record that is alone there is
-(∂L/∂W_i - ∂L/∂W_{i+1}) / (∂L/∂b_i - ∂L/∂b_{i+1}) (proposition 1).
+(∂L/∂W_i - ∂L/∂W_{i+1}) / (∂L/∂b_i - ∂L/∂b_{i+1}).
 
 An update of one plain step is a multiple of the gradient and serves as well. So does the sum of many clients' updates:
 a secure sum does not stop this attack, it only fills the bins. Each further local step moves the quantiles and spoils
