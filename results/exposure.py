@@ -2,6 +2,7 @@
 
 python results/exposure.py matrix     # one attack on many methods, as `fedveil audit --matrix digits --victims 10`
 python results/exposure.py slopes     # pictures rebuilt from K slopes a round, against K and the number of rounds
+python results/exposure.py histograms # slopes on records and on noise, as in figure 5 of the paper on BAFFLE
 python results/exposure.py papers     # the attacks with which the papers on FedAGE and TOFU argue, beside stronger ones
 
 They write into results/exposure. For `slopes`, BAFFLE trains the small network of the matrix. Each of ten clients holds
@@ -18,6 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
+import torch
+from scipy import stats
 
 import fedveil as fv
 from fedveil.attacks import matrix
@@ -77,6 +80,34 @@ def slopes() -> None:
             (HERE / "slopes.json").write_text(json.dumps(told | {"points": points}, indent=2) + "\n", encoding="utf-8")
 
 
+def histograms() -> None:
+    """Compare 500 slopes on single records with those on noise, and write what else 500 slopes give away."""
+    data, seed, count = fv.load("digits"), fv.Seed.root(0), 500
+    task = matrix.task_of(matrix.Case("slopes", fv.FedSGD(), small=True), data, seed)
+    prober = fv.Baffle(directions=count).prober(task)
+    pairs, w = 50, task.initial[None]
+    noise = torch.randn(pairs, *data.input, generator=seed.child("noise").torch())
+    labels = torch.from_numpy(seed.child("labels").numpy().integers(data.classes, size=pairs))
+    found = dict[str, torch.Tensor]()
+    for name, x, y in (("records", task.test_x[:pairs], task.test_y[:pairs]), ("noise", noise, labels)):
+        key = torch.tensor([seed.child(name).word])
+        found[name] = prober.slopes(w, key, x[None], y[None], torch.eye(pairs)[None], count)[0]
+    scaled = {name: each / each.std(1, keepdim=True) for name, each in found.items()}
+    apart = [
+        sum(stats.ks_2samp(a, b).pvalue < 0.05 for a, b in zip(each["records"], each["noise"], strict=True)) / pairs
+        for each in (found, scaled)
+    ]
+    near = point(data, count / task.layout.size, 1, Attack(victims=10, seconds=600), seed)
+    told = {
+        "command": "python results/exposure.py histograms",
+        **environment(device="cpu", commit=_commit()),
+        "seed": 0,
+    }
+    told |= {"pairs": pairs, "told apart": apart[0], "told apart after scaling": apart[1], "inverted": near}
+    (HERE / "histograms.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(told, indent=2))
+
+
 def papers() -> None:
     """Attack the same messages with the papers' attacks and with others, and write a row for each."""
     data, seed = fv.load("digits"), fv.Seed.root(0)
@@ -108,11 +139,11 @@ def _commit() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("matrix", "slopes", "papers"))
+    parser.add_argument("part", choices=("matrix", "slopes", "histograms", "papers"))
     HERE.mkdir(exist_ok=True)
     chosen = parser.parse_args().part
     if chosen != "matrix":
-        return {"slopes": slopes, "papers": papers}[chosen]()
+        return {"slopes": slopes, "histograms": histograms, "papers": papers}[chosen]()
     where = environment(command="fedveil audit --matrix digits --victims 10", device="cpu", commit=_commit())
     run("digits", HERE, (), Attack(victims=10, seconds=300), 0, where, lambda sentence: None)
 
