@@ -748,6 +748,25 @@ def _found(each: dict[str, Any]) -> list[str]:
     return [_value(each["identified"], 100), _value(each["exact"], 100)]
 
 
+def hidden() -> str:
+    """How slopes on records compare with those on noise, and what they give away all the same."""
+    told = json.loads((EXPOSED / "histograms.json").read_text(encoding="utf-8"))
+    near = told["inverted"]
+    body = [
+        ["told apart by a Kolmogorov–Smirnov test (p < 0.05), %", _share(told["told apart"])],
+        ["the same after both are scaled to a deviation of 1, %", _share(told["told apart after scaling"])],
+        ["records identified by inverting the slopes, %", _share(near["identified"])],
+        ["PSNR of the rebuilt records, dB", f"{near['psnr']:.1f}"],
+    ]
+    pairs = f"{near['K']} slopes, {told['pairs']} pairs of a record and noise"
+    said = f"`{told['command']}`, commit {told['commit']}: {pairs}."
+    return f"{said}\n\n{table(['', 'figure'], body)}"
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.0f}"
+
+
 def argued() -> str:
     """The attacks of the papers on FedAGE and TOFU, beside stronger ones."""
     told = json.loads((EXPOSED / "papers.json").read_text(encoding="utf-8"))
@@ -824,6 +843,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "slopes": given_away,
     "inversion": inverted,
     "papers": argued,
+    "histograms": hidden,
     "bench": bench,
     "rivals": rivals,
 }
