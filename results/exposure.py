@@ -1,6 +1,6 @@
 """What messages give away, on the digits.
 
-python results/exposure.py matrix     # one attack on many methods, as `fedveil audit --matrix digits --victims 10`
+python results/exposure.py matrix     # one attack on many methods, as `fedveil audit --matrix digits --victims 10 --budget-seconds 900`
 python results/exposure.py slopes     # pictures rebuilt from K slopes a round, against K and the number of rounds
 python results/exposure.py histograms # slopes on records and on noise, as in figure 5 of the paper on BAFFLE
 python results/exposure.py papers     # the attacks with which the papers on FedAGE and TOFU argue, beside stronger ones
@@ -144,8 +144,8 @@ def main() -> None:
     chosen = parser.parse_args().part
     if chosen != "matrix":
         return {"slopes": slopes, "histograms": histograms, "papers": papers}[chosen]()
-    where = environment(command="fedveil audit --matrix digits --victims 10", device="cpu", commit=_commit())
-    run("digits", HERE, (), Attack(victims=10, seconds=300), 0, where, lambda sentence: None)
+    where = environment(command="python results/exposure.py matrix", device="cpu", commit=_commit())
+    run("digits", HERE, (), Attack(victims=10, seconds=900), 0, where, lambda sentence: None)
 
 
 if __name__ == "__main__":

@@ -106,6 +106,13 @@ def test_a_failed_control_and_a_lack_of_time_are_inconclusive_and_never_not_foun
     assert "raise --budget-seconds" in row.why
 
 
+def test_records_that_are_found_when_time_runs_out_are_found_and_say_so(tmp_path):
+    seen, truths = attacked(tmp_path, task(), fv.FedSGD(), rounds=1)
+    (made,) = attempts(seen, QUICK)
+    (row,), _ = scored(task(), seen, [replace(made, found=replace(made.found, finished=False))], truths, checked())
+    assert (row.verdict, row.why.endswith("; time ran out before the attack ended")) == (FOUND, True)
+
+
 def test_a_device_without_memory_is_a_sentence(tmp_path, monkeypatch):
     seen, truths = attacked(tmp_path, task(), fv.FedSGD(), rounds=1)
 

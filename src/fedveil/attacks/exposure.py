@@ -267,7 +267,8 @@ def judged(
         return INCONCLUSIVE, f"no attack on records: {made.missing or 'the truth is of other records'}"
     if reached.exact.low > 0 or ahead > 0:
         exact = f", {reached.exact.value:.0%} exactly" if reached.exact.value else ""
-        return FOUND, f"{reached.identified.value:.0%} of records are identified{exact}, by {made.how}"
+        late = "" if made.found.finished else "; time ran out before the attack ended"
+        return FOUND, f"{reached.identified.value:.0%} of records are identified{exact}, by {made.how}{late}"
     if checked is None or checked.identified.value < WORKS:
         return INCONCLUSIVE, "the control failed: this attack does not even rebuild records from their raw gradients"
     if not made.found.finished:
