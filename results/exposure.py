@@ -1,6 +1,6 @@
 """What messages give away, on the digits.
 
-python results/exposure.py matrix     # one attack on many methods, as `fedveil audit --matrix digits --victims 10 --budget-seconds 900`
+python results/exposure.py matrix     # as fedveil audit --matrix digits --victims 10 --budget-seconds 900
 python results/exposure.py slopes     # pictures rebuilt from K slopes a round, against K and the number of rounds
 python results/exposure.py histograms # slopes on records and on noise, as in figure 5 of the paper on BAFFLE
 python results/exposure.py papers     # the attacks with which the papers on FedAGE and TOFU argue, beside stronger ones

@@ -667,7 +667,8 @@ def seeds() -> str:
         body.append([f"`{recipe}`", sent, shown, difference])
     head = ["run", "bytes up, a client and round", "mean of last 3, %", "difference to `fedavg`, with 95%"]
     commands = "\n".join(f"    {command}" for command in told["commands"])
-    return f"{table(head, body)}\n\n`python results/seeds.py`, CPU, {told['threads']} thread; commit {told['commit']}; seeds 0 to 4:\n\n{commands}"
+    said = f"`{told['command']}` (CPU, {told['threads']} thread; commit {told['commit']}) runs these:"
+    return f"{table(head, body)}\n\n{said}\n\n{commands}"
 
 
 def exposure() -> str:

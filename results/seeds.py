@@ -1,4 +1,4 @@
-"""The digits with seeds 0 to 4: `python results/seeds.py` runs the commands below and writes results/digits-seeds.json."""
+"""Run the digits with seeds 0 to 4 by the commands below, and write results/digits-seeds.json."""
 
 from __future__ import annotations
 
