@@ -68,7 +68,7 @@ class FedLap(Surrogates):
             ("heuristic", "the images look unlike records. They are fitted to the records' gradients, and with "
             'init "real" they start from records, so this hides nothing for certain.'),
             ("measured", "'fedveil audit --matrix digits' identifies most records of clients with eight of them from "
-            "their sets without privacy, and none with it."),
+            "their sets without privacy, and no more than guesses do with it."),
             ("proved", "with privacy: what a client sends is (ε, δ)-differentially private for each of its records, "
             "at the ε that it has charged; which classes it holds is not hidden."),
         ),
