@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 
@@ -18,3 +19,11 @@ def in_turns(*sides: Callable[[], object], turns: int) -> list[float]:
             side()
             taken.append(time.perf_counter() - began)
     return [statistics.median(taken) for taken in times]
+
+
+def commit(told: str | None = None) -> dict[str, str]:
+    """The commit that is measured: what was told, or what git says."""
+    if told:
+        return {"commit": told}
+    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {"commit": asked.stdout.strip()} if asked.returncode == 0 else {}

@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from operator import attrgetter
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import fedveil as fv
 from benchmarks import encoding, probes, surrogates
@@ -64,6 +66,31 @@ def measure(inner: Inner) -> dict[str, float]:
         "memory, gigabytes a second": bandwidth / 1e9,
         "products, billion operations a second": speed / 1e9,
     }
+
+
+def busiest(inner: Inner, most: int = 16) -> list[dict[str, float | str]]:
+    """The kernels that take most of a step (on a CPU the operators): name, calls and milliseconds a step."""
+    kind = ProfilerActivity.CUDA if GPU else ProfilerActivity.CPU
+    seen = []
+    with one_thread():
+        inner.run(inner.few)  # warms up
+        for steps in (inner.few, inner.many):
+            with profile(activities=[kind]) as profiler:
+                inner.run(steps)
+                _wait()
+            time_of = attrgetter("self_device_time_total" if GPU else "self_cpu_time_total")
+            seen.append({each.key: (each.count, time_of(each)) for each in profiler.key_averages()})
+    few, many = seen
+    scale = inner.times / (inner.many - inner.few)
+    table = []
+    for name, (calls, microseconds) in many.items():
+        before = few.get(name, (0, 0.0))
+        each = (calls - before[0]) * scale, (microseconds - before[1]) * scale / 1e3
+        table.append({"kernel": name, "calls": each[0], "milliseconds": each[1]})
+    table.sort(key=lambda row: -row["milliseconds"])
+    rest = table[most:]
+    left = {"kernel": f"{len(rest)} others", **{k: sum(r[k] for r in rest) for k in ("calls", "milliseconds")}}
+    return [*table[:most], *[left] * bool(rest)]
 
 
 @cache

@@ -8,7 +8,6 @@ import argparse
 import inspect
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.clock import commit
 from benchmarks.opponents import Player, Workload
 from fedveil.engines import LocalEngine
 from fedveil.runs.fingerprint import environment
@@ -164,11 +164,6 @@ def _versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in names if util.find_spec(name)}
 
 
-def _commit() -> dict[str, str]:
-    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {"commit": asked.stdout.strip()} if asked.returncode == 0 else {}
-
-
 def _capped(part: Part, clients: int | None, cohort: int | None) -> Part:
     """The part with at most so many clients, and at most so many a round."""
 
@@ -202,7 +197,7 @@ def main() -> None:
     told = [a for a in sys.argv[1:] if a not in ("-o", "--out", str(chosen.out))]
     told = [a for i, a in enumerate(told) if "--commit" not in told[max(0, i - 1) : i + 1]]
     heading = {"command": " ".join(["python -m benchmarks.rivals", *told]), **environment(device=chosen.device)}
-    heading |= {"commit": chosen.commit} if chosen.commit else _commit()
+    heading |= commit(chosen.commit)
     heading |= {"opponents": _versions()}
     results: dict[str, Any] = {}
     for name in chosen.names or here:

@@ -31,18 +31,12 @@ class Factored:
 
     def __init__(self, task: Task, w: Tensor, names: Sequence[str]) -> None:
         self.task, self.names = task, names
-        layers = task.layout.split(w)
+        layers = task.layout.split(w.detach())
         shared = w.stride(0) == 0  # clients that begin with the same weights read them once
         self._fixed = {name: layers[name][0] if shared else layers[name].contiguous() for name in names}
         self._dims = None if shared else 0
         self._layout = Layout.of({name: t[0] for name, t in layers.items() if name not in names})
-        self._start = torch.cat([layers[layer.name].flatten(1) for layer in self._layout.layers], 1).detach()
-
-    @staticmethod
-    def of(task: Task, w: Tensor, rows: int) -> Factored | None:
-        """With factors of so many rows, for the layers that are larger than their factors; None if there are none."""
-        names = large(task, rows) if task.stackable and len(w) > 1 else []
-        return Factored(task, w.detach(), names) if names else None
+        self._start = torch.cat([layers[layer.name].flatten(1) for layer in self._layout.layers], 1)
 
     def __call__(self, batches: Batches) -> Tensor:
         """Σ η g/‖g‖ over the batches, [C, d], which can be differentiated by all that is in them."""
@@ -101,7 +95,7 @@ class _Linears(TorchFunctionMode):
         return result if bias is None else result + bias
 
 
-def large(task: Task, rows: int) -> list[str]:
+def large(task: Task, rows: int) -> tuple[str, ...]:
     """The weights of linear layers that are larger than factors of so many rows, if each is used once, on [B, I]."""
     layers, modules = task.layout.split(task.initial), dict(task.model.named_modules())
     chosen = {
@@ -115,7 +109,7 @@ def large(task: Task, rows: int) -> list[str]:
     with torch.no_grad(), _Linears({id(layers[name]): name for name in chosen}, left, left, right) as linears:
         task.by_layer(layers.__getitem__, task.x[:1])
     used = [name for name, _ in linears.given]
-    return [name for name, x in linears.given if used.count(name) == 1 and x.dim() == 2]
+    return tuple(name for name, x in linears.given if used.count(name) == 1 and x.dim() == 2)
 
 
 def _gram(t: Tensor) -> Tensor:

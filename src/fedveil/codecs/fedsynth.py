@@ -13,8 +13,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fedveil.codecs.base import Codec
-from fedveil.codecs.factored import Batches, Factored
-from fedveil.codecs.fit import PRECISIONS, WIDEST, Rounding, Variable, adam, check_labels, check_points, normal, simplex
+from fedveil.codecs.factored import Batches, Factored, large
+from fedveil.codecs.fit import (
+    PRECISIONS,
+    WIDEST,
+    Rounding,
+    Variable,
+    adam,
+    check_labels,
+    check_points,
+    derivatives,
+    normal,
+    simplex,
+)
 from fedveil.core import message, schema
 from fedveil.core.capability import FORWARD_PASSES, SECOND_DERIVATIVES, SOFT_LABELS
 from fedveil.core.forecast import Compute
@@ -143,17 +154,17 @@ class FedSynthCodec(Codec[Synthetic]):
         steps: Tensor,
         norm: Tensor | None,
         fit: bool = False,
-        factored: Factored | None = None,
+        factored: Sequence[str] = (),
     ) -> Tensor:
         """Algorithm 3: M normalised steps from `w` [C, d] over the batches [C, B, n, …]; H g̃/‖g̃‖, [C, d].
 
         Without `norm` it is g̃ itself. The paper's θ is what is subtracted from the weights, so an update is minus it.
-        With `fit` the result can be differentiated with respect to images, labels and step sizes. With `factored`,
-        which starts from `w`, it is computed by that.
+        With `fit` the result can be differentiated with respect to images, labels and step sizes. The
+        layers of the names in `factored` are held as factors.
         """
         unrolled = range(self.batches * self.epochs)
         batches = ((images[:, m % self.batches], labels[:, m % self.batches], steps[:, m]) for m in unrolled)
-        total = factored(batches) if factored else _descended(task, w, batches, fit)
+        total = Factored(task, w, factored)(batches) if factored else _descended(task, w, batches, fit)
         if norm is None:
             return total
         induced: Tensor = total * (norm / torch.linalg.vector_norm(total, dim=1).clamp(min=1e-12))[:, None]
@@ -177,27 +188,34 @@ class FedSynthCodec(Codec[Synthetic]):
         own = _own_data(stack, self.restarts) if stack and (self.best or self.objective != "l2") else None
         objective = self._objective(task, w, theta, own)
         drifts = self._drifts(tries, w)
-        factored = None  # a CPU's results stay as they were
-        if w.is_cuda and current().kernels and not self.drift:
-            factored = Factored.of(task, w, self.batches * self.epochs * self.batch)
+        factored: tuple[str, ...] = ()  # a CPU's results stay as they were
+        if w.is_cuda and current().kernels and not self.drift and task.stackable and len(w) > 1:
+            factored = large(task, self.batches * self.epochs * self.batch)
         induced, present = torch.empty_like(w), torch.empty_like(norm)
         kept = [t.clone() for t in (images, labels, steps, norm)]
         lowest = torch.full_like(norm, math.inf)
 
-        def sent() -> tuple[Tensor, Tensor]:
-            """The batches as the other side will see them."""
+        def loss(
+            w: Tensor, theta: Tensor, norm: Tensor, images: Tensor, labels: Tensor, steps: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            """Of the batches as the other side will see them, and what they induce."""
             soft = labels if self.labels == "project" else labels.softmax(-1)
-            soft = Rounding.unit(soft, self.precision)(soft)
-            return Rounding.of(images, self.precision)(images), simplex(soft)
+            soft = simplex(Rounding.unit(soft, self.precision)(soft))
+            pixels = Rounding.of(images, self.precision)(images)
+            g = self.induced(task, w, pixels, soft, steps, None if free else norm, True, factored)
+            return objective(g, theta), g
 
-        def loss() -> Tensor:
-            g = self.induced(task, drifts(), *sent(), steps, None if free else norm, True, factored)
-            losses = objective(g)
+        fitted = derivatives(loss, 3)
+        if self.objective == "l2":  # the others look at records, which are not among the arguments
+            fitted = task.fused("fedsynth", fitted, self, factored)
+
+        def derive() -> Sequence[Tensor]:
+            losses, *gradients, g = fitted(drifts(), theta, norm, images, labels, steps)
             if free:
-                norm.copy_(torch.linalg.vector_norm(g.detach(), dim=1))
-            induced.copy_(g.detach())
-            present.copy_(losses.detach())
-            return losses
+                norm.copy_(torch.linalg.vector_norm(g, dim=1))
+            induced.copy_(g)
+            present.copy_(losses)
+            return losses, *gradients
 
         def watch() -> None:
             score = own.loss(task, w - induced) if own and self.best else present
@@ -212,7 +230,7 @@ class FedSynthCodec(Codec[Synthetic]):
                 labels.copy_(simplex(labels))
 
         variables = [Variable(images, self.lr), Variable(labels, self.lr), Variable(steps, self.lr_steps)]
-        adam(loss, variables, self.decay ** torch.arange(self.fits), project, watch)
+        adam(derive, variables, self.decay ** torch.arange(self.fits), project, watch)
         best = lowest.view(clients, self.restarts).argmin(1) + torch.arange(clients, device=w.device) * self.restarts
         images, labels, steps, norm = (t[best] for t in kept)
         soft = labels if self.labels == "project" else labels.softmax(-1)
@@ -225,14 +243,14 @@ class FedSynthCodec(Codec[Synthetic]):
             for x, y, eta, h, low, high in zip(*(t.cpu() for t in rows), pixels.low, pixels.high, strict=True)
         ]
 
-    def _objective(self, task: Task, w: Tensor, theta: Tensor, own: _Own | None) -> Callable[[Tensor], Tensor]:
-        """What is minimised, as a function of the induced update [C, d]: [C]."""
+    def _objective(self, task: Task, w: Tensor, theta: Tensor, own: _Own | None) -> Callable[[Tensor, Tensor], Tensor]:
+        """What is minimised, as a function of the induced update and θ, [C, d] each: [C]."""
         if self.objective == "l2" or own is None:
-            return lambda g: (theta - g).square().sum(1)
+            return lambda g, theta: (theta - g).square().sum(1)
         if self.objective == "data":
-            return lambda g: own.loss(task, w - g)
+            return lambda g, _: own.loss(task, w - g)
         predictions = own.logits(task, w - theta).softmax(-1)
-        return lambda g: own.mean(
+        return lambda g, _: own.mean(
             F.kl_div(own.logits(task, w - g).log_softmax(-1), predictions, reduction="none").sum(-1)
         )
 

@@ -24,8 +24,21 @@ class Variable:
     lr: float
 
 
+def derivatives(loss: Callable[..., tuple[Tensor, ...]], fixed: int) -> Callable[..., tuple[Tensor, ...]]:
+    """A function that gives each client's loss [C], its gradients by all arguments but the first `fixed`, and what else
+    `loss` gives after it."""
+
+    def derived(*arguments: Tensor) -> tuple[Tensor, ...]:
+        values = [value.detach().requires_grad_() for value in arguments[fixed:]]
+        losses, *more = loss(*arguments[:fixed], *values)
+        gradients = torch.autograd.grad(losses.sum(), values)
+        return losses.detach(), *gradients, *(each.detach() for each in more)
+
+    return derived
+
+
 def adam(
-    loss: Callable[[], Tensor],
+    derive: Callable[[], Sequence[Tensor]],
     variables: Sequence[Variable],
     rates: Tensor,
     project: Callable[[], None] | None = None,
@@ -33,13 +46,14 @@ def adam(
 ) -> Tensor:
     """Minimise each client's loss; returns the losses of the last step, [C].
 
-    loss:    the present losses [C]; client k's depends on row k of the variables alone
+    derive:  the present losses [C] and their gradients by the variables; client k's loss depends on row k of the
+             variables alone
     rates:   a factor on the learning rates for each step, [steps]
     project: called after each step to put the variables back where they belong
-    watch:   called in each step after `loss` and before the variables change
+    watch:   called in each step after `derive` and before the variables change
     """
     device = variables[0].value.device
-    values = [v.value.requires_grad_() for v in variables]
+    values = [v.value for v in variables]
     first, second = ([torch.zeros_like(v) for v in values] for _ in range(2))
     taken = torch.zeros(1, dtype=torch.int64, device=device)
     last = values[0].new_zeros(len(values[0]))
@@ -48,8 +62,7 @@ def adam(
     spread = (1 - BETA2**time).sqrt().to(last)
 
     def step() -> None:
-        losses = loss()
-        gradients = torch.autograd.grad(losses.sum(), values)
+        losses, *gradients = derive()
         with torch.no_grad():
             last.copy_(losses)
             if watch:
@@ -64,8 +77,6 @@ def adam(
                 project()
 
     repeat(step, len(rates), device)
-    for value in values:
-        value.requires_grad_(False)
     return last
 
 

@@ -19,6 +19,7 @@ from fedveil.codecs.fit import (
     check_labels,
     check_points,
     cosine,
+    derivatives,
     normal,
     simplex,
 )
@@ -110,17 +111,17 @@ class TofuCodec(Codec[Proxies]):
         labels = normal(seeds, "labels", (self.points, task.data.classes), w.device)
         alphas = normal(seeds, "alphas", (self.points,), w.device)
 
-        def sent() -> tuple[Tensor, Tensor, Tensor]:
-            """The points as the other side will see them."""
+        def loss(w: Tensor, updates: Tensor, images: Tensor, labels: Tensor, alphas: Tensor) -> tuple[Tensor]:
+            """Of the points as the other side will see them (eq. 3)."""
             soft = labels.softmax(2)
             soft = simplex(Rounding.unit(soft, self.precision)(soft))
-            return Rounding.of(images, self.precision)(images), soft, alphas.softmax(1)
+            pixels = Rounding.of(images, self.precision)(images)
+            direction = self._direction(task, w, pixels, soft, alphas.softmax(1), create_graph=True)
+            return (1 - cosine(direction, updates),)
 
-        def loss() -> Tensor:
-            return 1 - cosine(self._direction(task, w, *sent(), create_graph=True), updates)  # eq. 3
-
+        derive = task.fused("tofu", derivatives(loss, 2), self)
         variables = [Variable(v, self.lr) for v in (images, labels, alphas)]
-        misfit = adam(loss, variables, self._rates())
+        misfit = adam(lambda: derive(w, updates, images, labels, alphas), variables, self._rates())
         scales = torch.stack(
             [torch.linalg.vector_norm(updates[:, a.start : a.stop], dim=1) for a in task.layout.layers], 1
         )
