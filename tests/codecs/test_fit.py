@@ -7,6 +7,7 @@ import fedveil as fv
 from codec_tools import image_task, stack_of, trained
 from fedveil.codecs.fit import PRECISIONS, Rounding, Variable, adam, check_points, cosine, derivatives, normal, simplex
 from fedveil.core.message import Refused
+from fedveil.gpu.context import using
 
 SEEDS = [fv.Seed.root(k) for k in range(3)]
 CODECS = {
@@ -154,3 +155,18 @@ def test_points_are_refused_by_name_unless_their_labels_are_probabilities_and_th
 def test_cosine_of_rows():
     a, b = torch.tensor([[1.0, 0.0], [3.0, 4.0], [0.0, 0.0]]), torch.tensor([[0.0, 2.0], [3.0, 4.0], [1.0, 1.0]])
     torch.testing.assert_close(cosine(a, b), torch.tensor([0.0, 1.0, 0.0]))
+
+
+@pytest.mark.parametrize("name", ["tofu, 8 bits", "fedsynth"])
+def test_a_fit_whose_steps_are_compiled_is_the_same(small, monkeypatch, name):
+    """Traced, to be compiled for a GPU. One program serves later fits, with other weights and updates."""
+    programs = []
+    monkeypatch.setattr(torch, "compile", lambda operations, dynamic: programs.append(operations) or operations)
+    task, stack, updates = small
+    with using(compile=True):
+        encoded(CODECS[name], task, stack, -updates)
+        images, decoded = encoded(CODECS[name], task, stack, updates)
+    assert len(programs) == 1
+    plain_images, plain = encoded(CODECS[name], task, stack, updates)
+    torch.testing.assert_close(decoded, plain, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(images, plain_images, atol=1 if name == "tofu, 8 bits" else 1e-4, rtol=0)

@@ -31,6 +31,7 @@ from fedveil.core.message import Answer, Count, Shape, Size
 from fedveil.core.seeds import Seed
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
+from fedveil.gpu.context import current
 
 
 @message.kind
@@ -119,7 +120,9 @@ class TofuCodec(Codec[Proxies]):
             direction = self._direction(task, w, pixels, soft, alphas.softmax(1), create_graph=True)
             return (1 - cosine(direction, updates),)
 
-        derive = task.fused("tofu", derivatives(loss, 2), self)
+        derive = derivatives(loss, 2)
+        if current().compile:  # a trace for CPUs takes longer than it saves
+            derive = task.fused("tofu", derive, self)
         variables = [Variable(v, self.lr) for v in (images, labels, alphas)]
         misfit = adam(lambda: derive(w, updates, images, labels, alphas), variables, self._rates())
         scales = torch.stack(
