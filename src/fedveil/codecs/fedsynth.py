@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -207,7 +207,7 @@ class FedSynthCodec(Codec[Synthetic]):
 
         fitted = derivatives(loss, 3)
         if current().compile and self.objective == "l2":  # the others look at records, which are no arguments
-            fitted = task.fused("fedsynth", fitted, self, factored)
+            fitted = task.fused("fedsynth", fitted, replace(self, fits=1), factored)
 
         def derive() -> Sequence[Tensor]:
             losses, *gradients, g = fitted(drifts(), theta, norm, images, labels, steps)

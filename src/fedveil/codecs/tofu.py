@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import torch
@@ -122,7 +122,7 @@ class TofuCodec(Codec[Proxies]):
 
         derive = derivatives(loss, 2)
         if current().compile:  # a trace for CPUs takes longer than it saves
-            derive = task.fused("tofu", derive, self)
+            derive = task.fused("tofu", derive, replace(self, steps=1))
         variables = [Variable(v, self.lr) for v in (images, labels, alphas)]
         misfit = adam(lambda: derive(w, updates, images, labels, alphas), variables, self._rates())
         scales = torch.stack(
