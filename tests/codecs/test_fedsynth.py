@@ -165,7 +165,7 @@ def test_kl_is_between_the_predictions_of_the_two_updated_nets_on_the_clients_ow
     task = linear_task(2, 24, uneven=True)
     codec, stack = fv.FedSynthCodec(objective="kl"), stack_of(task, 0, 1)
     w, theta, g = (normal(SEEDS, name, (8,), task.device) for name in ("w", "theta", "g"))
-    found = codec._objective(task, w, theta, fedsynth._own_data(stack, 1))(g, theta)
+    found = codec._objective(task, w, theta, fedsynth._own_data(stack, 1))(g)
     for k, rows in enumerate(task.clients[k] for k in range(2)):
         p, q = (task.f(w[k] - step[k], task.x[rows]).softmax(1) for step in (theta, g))
         torch.testing.assert_close(found[k], (p * (p / q).log()).sum(1).mean())

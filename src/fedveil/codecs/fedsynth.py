@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -195,22 +195,18 @@ class FedSynthCodec(Codec[Synthetic]):
         kept = [t.clone() for t in (images, labels, steps, norm)]
         lowest = torch.full_like(norm, math.inf)
 
-        def loss(
-            w: Tensor, theta: Tensor, norm: Tensor, images: Tensor, labels: Tensor, steps: Tensor
-        ) -> tuple[Tensor, Tensor]:
+        def loss(w: Tensor, norm: Tensor, images: Tensor, labels: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
             """Of the batches as the other side will see them, and what they induce."""
             soft = labels if self.labels == "project" else labels.softmax(-1)
             soft = simplex(Rounding.unit(soft, self.precision)(soft))
             pixels = Rounding.of(images, self.precision)(images)
             g = self.induced(task, w, pixels, soft, steps, None if free else norm, True, factored)
-            return objective(g, theta), g
+            return objective(g), g
 
-        fitted = derivatives(loss, 3)
-        if current().compile and self.objective == "l2":  # the others look at records, which are no arguments
-            fitted = task.fused("fedsynth", fitted, replace(self, fits=1), factored)
+        fitted = derivatives(loss, 2)  # its thousands of operators take longer to compile than a run takes
 
         def derive() -> Sequence[Tensor]:
-            losses, *gradients, g = fitted(drifts(), theta, norm, images, labels, steps)
+            losses, *gradients, g = fitted(drifts(), norm, images, labels, steps)
             if free:
                 norm.copy_(torch.linalg.vector_norm(g, dim=1))
             induced.copy_(g)
@@ -243,14 +239,14 @@ class FedSynthCodec(Codec[Synthetic]):
             for x, y, eta, h, low, high in zip(*(t.cpu() for t in rows), pixels.low, pixels.high, strict=True)
         ]
 
-    def _objective(self, task: Task, w: Tensor, theta: Tensor, own: _Own | None) -> Callable[[Tensor, Tensor], Tensor]:
-        """What is minimised, as a function of the induced update and θ, [C, d] each: [C]."""
+    def _objective(self, task: Task, w: Tensor, theta: Tensor, own: _Own | None) -> Callable[[Tensor], Tensor]:
+        """What is minimised, as a function of the induced update [C, d]: [C]."""
         if self.objective == "l2" or own is None:
-            return lambda g, theta: (theta - g).square().sum(1)
+            return lambda g: (theta - g).square().sum(1)
         if self.objective == "data":
-            return lambda g, _: own.loss(task, w - g)
+            return lambda g: own.loss(task, w - g)
         predictions = own.logits(task, w - theta).softmax(-1)
-        return lambda g, _: own.mean(
+        return lambda g: own.mean(
             F.kl_div(own.logits(task, w - g).log_softmax(-1), predictions, reduction="none").sum(-1)
         )
 
