@@ -632,6 +632,39 @@ def bench() -> str:
     return "\n\n".join(parts) or "Nothing yet: `python -m benchmarks -o results/bench.json` writes it."
 
 
+def floors() -> str:
+    """Inner loops beside what their bytes and operations take, and the kernels that take most of them."""
+    pieces = []
+    for path in sorted(HERE.glob("floor*.json")):
+        one = json.loads(path.read_text(encoding="utf-8"))
+        where = one["gpu"] or f"CPU, {one['threads']} threads"
+        told = f"`{one['command']}` ({where}; PyTorch {one['torch'].split('+')[0]}, commit {one['commit']}):"
+        head = ("inner loop", "ms", "floor, ms", "ms / floor", "operators", "groups", "GB as launched", "GB", "GFLOP")
+        keys = ("operators", "groups", "gigabytes as launched", "gigabytes", "billion operations")
+        rows = []
+        for name, each in one["figures"].items():
+            times = [f"{each[key]:.3g}" for key in ("measured, milliseconds", "floor, milliseconds", "measured / floor")]
+            rows.append((f"`{name}`", *times, *(figure(each[key]) for key in keys)))
+        pieces += [told, table(head, rows)]
+        for name, kernels in one.get("kernels", {}).items():
+            total = sum(each["milliseconds"] for each in kernels)
+            rows = [
+                (f"`{short(each['kernel'])}`", f"{each['calls']:.0f}", f"{each['milliseconds']:.2f}", percent(part))
+                for each in kernels[:8]
+                if (part := each["milliseconds"] / total) >= 0
+            ]
+            pieces += [f"Kernels of `{name}`:", table(("kernel", "calls", "ms", "%"), rows)]
+    return "\n\n".join(pieces) or "Nothing yet: `python -m benchmarks --floor -o results/floor.json` writes it."
+
+
+def short(kernel: str) -> str:
+    """A kernel's name without its namespaces, templates and arguments, apart from the functor that names the work."""
+    functor = re.search(r"(\w+Functor\w*|\w+_kernel_cuda|sum_functor|ArgMaxOps|direct_copy)", kernel)
+    name = re.sub(r"\(anonymous namespace\)::", "", kernel).removeprefix("void ")
+    name = re.split(r"[<(]", name)[0].split("::")[-1]
+    return f"{name}, {functor[1]}" if functor and functor[1] != name else name[:60]
+
+
 def rivals() -> str:
     """Rounds of FedAvg of fedveil and others, from what `benchmarks.rivals` has written."""
     pieces = []
@@ -846,6 +879,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "papers": argued,
     "histograms": hidden,
     "bench": bench,
+    "floors": floors,
     "rivals": rivals,
 }
 
