@@ -632,6 +632,29 @@ def bench() -> str:
     return "\n\n".join(parts) or "Nothing yet: `python -m benchmarks -o results/bench.json` writes it."
 
 
+SPEED = (  # rows of the README: file, part and what it is
+    ("rivals-h200", "cifar", "CIFAR-10 network, 1.6 million weights"),
+    ("rivals-h200", "private", "the same, central differential privacy"),
+    ("rivals-h200-more", "cohort", "the same, without privacy"),
+    ("rivals-cpu-long", "small", "small CNN, 24 thousand weights"),
+    ("rivals-cpu-long", "lenet5", "LeNet5, 62 thousand weights"),
+)
+RACED = ("fedveil", "pfl-research", "FedJAX", "plain loop")
+
+
+def speed() -> str:
+    """Rounds of FedAvg by fedveil and by others, in milliseconds."""
+    rows = []
+    for file, name, told in SPEED:
+        one = json.loads((HERE / f"{file}.json").read_text(encoding="utf-8"))
+        players = one["parts"][name]["players"]
+        taken = {label.removesuffix(", wire memory"): each["milliseconds"] for label, each in players.items()}
+        where = one["gpu"] or f"CPU, {one['threads']} cores"
+        shown = [count(taken[key]) if key in taken else "" for key in RACED]
+        rows.append((told, where, count(players["plain loop"]["cohort"]), *shown))
+    return table(("workload", "device", "clients", *RACED), rows, 2)
+
+
 def floors() -> str:
     """Inner loops beside what their bytes and operations take, and the kernels that take most of them."""
     pieces = []
@@ -641,10 +664,11 @@ def floors() -> str:
         told = f"`{one['command']}` ({where}; PyTorch {one['torch'].split('+')[0]}, commit {one['commit']}):"
         head = ("inner loop", "ms", "floor, ms", "ms / floor", "operators", "groups", "GB as launched", "GB", "GFLOP")
         keys = ("operators", "groups", "gigabytes as launched", "gigabytes", "billion operations")
+        clock = ("measured, milliseconds", "floor, milliseconds", "measured / floor")
         rows = []
         for name, each in one["figures"].items():
-            times = [f"{each[key]:.3g}" for key in ("measured, milliseconds", "floor, milliseconds", "measured / floor")]
-            rows.append((f"`{name}`", *times, *(figure(each[key]) for key in keys)))
+            times, counts = [f"{each[key]:.3g}" for key in clock], [figure(each[key]) for key in keys]
+            rows.append((f"`{name}`", *times, *counts))
         pieces += [told, table(head, rows)]
         for name, kernels in one.get("kernels", {}).items():
             total = sum(each["milliseconds"] for each in kernels)
@@ -879,6 +903,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "papers": argued,
     "histograms": hidden,
     "bench": bench,
+    "speed": speed,
     "floors": floors,
     "rivals": rivals,
 }
