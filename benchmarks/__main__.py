@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import encoding, fedage, federation, flower, memory, messages, probes, secagg, surrogates
 from benchmarks.clock import commit
-from benchmarks.floor import FLOORS, busiest, measure
+from benchmarks.floor import FLOORS, GPU, busiest, measure
 from fedveil.gpu.context import using
 from fedveil.runs.fingerprint import environment
 
@@ -39,7 +39,7 @@ BENCHMARKS: dict[str, Callable[[], dict[str, float]]] = {
     "flower": flower.ten,
     "flower-100": flower.hundred,
     "ray": federation.ray,
-}
+} | ({"tofu-vgg13": encoding.tofu_vgg13} if GPU else {})  # minutes on a CPU
 
 
 def main() -> None:
