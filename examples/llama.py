@@ -7,6 +7,7 @@ token [B, labels]; the logits of all other words are not computed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -57,7 +58,7 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.width)) if config.biases else None
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.rms_norm(x, x.shape[-1:], eps=self.eps) * (self.scale * self.gain)
+        x = x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * (self.scale * self.gain)
         return x if self.bias is None else x + self.bias
 
 
@@ -82,10 +83,10 @@ class Layer(nn.Module):
         shared = config.shared_heads * config.head_width
         self.parts = [config.width, shared, shared]
         self.attention_norm, self.network_norm = Norm(config), Norm(config)
-        self.qkv = nn.Linear(config.width, sum(self.parts), bias=False)
-        self.out = nn.Linear(config.width, config.width, bias=False)
-        self.gate_up = nn.Linear(config.width, 2 * config.hidden, bias=False)
-        self.down = nn.Linear(config.hidden, config.width, bias=False)
+        self.qkv = Linear(config.width, sum(self.parts), bias=False)
+        self.out = Linear(config.width, config.width, bias=False)
+        self.gate_up = Linear(config.width, 2 * config.hidden, bias=False)
+        self.down = Linear(config.hidden, config.width, bias=False)
         self.query_adapter = Adapter(config.width, config.width, config.lora) if config.lora else None
         self.value_adapter = Adapter(config.width, shared, config.lora) if config.lora else None
 
@@ -98,8 +99,7 @@ class Layer(nn.Module):
         q, k = rotated(q, cosines, sines), rotated(k, cosines, sines)
         groups = self.config.heads // self.config.shared_heads
         k, v = (t.to(q.dtype).repeat_interleave(groups, 1) for t in (k, v))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(-2))
+        x = x + self.out(attention(q, k, v).transpose(1, 2).flatten(-2))
         gate, up = self.gate_up(self.network_norm(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
@@ -120,7 +120,7 @@ class Llama(nn.Module):
         """Tokens [B, T] -> logits [B, labels]."""
         tokens = tokens.long()
         last = (tokens != PADDING).sum(1) - 1
-        x = F.embedding(tokens, self.embedding)
+        x = F.embedding(tokens, self.embedding).to(widest(self))
         if self.prompt is not None:
             x = torch.cat([self.prompt.expand(len(x), -1, -1), x], 1)
             last = last + self.config.prompt
@@ -129,6 +129,18 @@ class Llama(nn.Module):
             x = layer(x, cosines, sines)
         x = self.norm(x.gather(1, last[:, None, None].expand(-1, 1, x.shape[-1]))[:, 0])
         return (x[:, None] * self.words).sum(-1)  # not a product of matrices, which autocast computes in few bits
+
+
+def widest(model: nn.Module) -> torch.dtype:
+    """The widest type of a model's weights: float64 where those that are trained are given so."""
+    return functools.reduce(torch.promote_types, {p.dtype for p in model.parameters()})
+
+
+class Linear(nn.Linear):
+    """A linear layer whose weights are as wide as its inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype) if x.dtype == torch.float64 else self.weight)
 
 
 def rotations(length: int, config: Config, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,6 +155,15 @@ def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Apply the rotary position embedding to x [B, heads, T, head_width]."""
     low, high = x.chunk(2, -1)
     return x * cosines.to(x.dtype) + torch.cat([-high, low], -1) * sines.to(x.dtype)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention: queries, keys and values [B, heads, T, head_width] -> [B, heads, T, head_width]."""
+    if q.is_cuda and not torch.is_grad_enabled():
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    later = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).triu(1)  # `vmap` stacks products
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(later, -torch.inf)
+    return scores.softmax(-1).to(v.dtype) @ v
 
 
 def load(model: Llama, tensors: Mapping[str, Tensor]) -> Llama:

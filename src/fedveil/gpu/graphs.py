@@ -69,14 +69,15 @@ class Captured:
 
 
 class Replayed:
-    """A function of tensors that gives a tensor, captured as a CUDA graph for each of the first `GRAPHS` sets of shapes.
+    """A function of tensors that returns a tensor, captured as a CUDA graph for each set of shapes.
 
-    Its operations may depend on shapes and not on values, and it must read nothing else that changes. Elsewhere than on
-    a GPU, or without `capture`, it is called as it is.
+    Its operations may depend on shapes and not on values, and it must read nothing else that changes. On a CPU, without
+    `capture`, and for more than `GRAPHS` sets of shapes, it is called as it is.
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
-        self._function, self._graphs, self._pool = function, dict[tuple[Any, ...], _Graph](), None
+        self._function, self._graphs = function, dict[tuple[Any, ...], _Graph]()
+        self._pool: Any = None
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         key = tuple((t.shape, t.dtype) for t in tensors)

@@ -134,16 +134,18 @@ class Prober:
         self, w: Tensor, keys: Tensor, x: Tensor, y: Tensor, share: Tensor | None, count: int
     ) -> Iterator[tuple[Rows, Tensor]]:
         """Directions and slopes [G, S, k] along them, a chunk at a time; without shares [G, B, k], of each record."""
-        at_once, records = self.chunk(*x.shape[:2])
         padding, back = self.task.data.padding, None
-        if padding is not None:  # records of like length together, each part cut to its longest
-            order = lengths(x, padding).argsort(1, stable=True)
+        if padding is None:
+            at_once, records = self.chunk(*x.shape[:2])
+            xs = x.split(records, 1)
+        else:  # records of like length together, each part cut to its longest
+            order = lengths(x, padding).argsort(dim=1, stable=True)
             place, back = torch.arange(len(x), device=x.device)[:, None], order.argsort(1)
             x, y, share = x[place, order], y[place, order], None if share is None else share[place, order]
-            records = min(records, max(SHORTEST, -(-x.shape[1] // PARTS)))
-        xs, ys = x.split(records, 1), y.split(records, 1)
-        if padding is not None:
-            xs = tuple(trimmed(u, padding) for u in xs)
+            at_once, records = self.chunk(len(x), max(min(SHORTEST, x.shape[1]), -(-x.shape[1] // PARTS)))
+            at_once = -(-count // -(-count // at_once))  # chunks of like size, so that few shapes occur
+            xs = tuple(trimmed(u, padding) for u in x.split(records, 1))
+        ys = y.split(records, 1)
         parts = list(zip(xs, ys, [None] * len(xs) if share is None else share.split(records, 1), strict=True))
         base = [self._losses(w[:, None], u, v) for u, v, _ in parts] if self.scheme == "forward" else []
         for first in range(0, count, at_once):
@@ -225,8 +227,8 @@ class Prober:
         return torch.float32 if self.precision == torch.bfloat16 else self.precision
 
     def _modes(self) -> ExitStack:
-        """How models are run: on a GPU by products, and in half precision with linear layers in float32: all of them, or
-        in bfloat16 those that are trained."""
+        """How models are run: on a GPU by products. Linear layers run in float32 instead of float16, and those that are
+        trained in float32 instead of bfloat16."""
         modes = ExitStack()
         if self.precision == torch.bfloat16:
             modes.enter_context(self.task.autocast("bfloat16"))
