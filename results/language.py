@@ -74,24 +74,32 @@ class Parts:
         return example.probing(directions, batch, rate, server=server, **settings)
 
     def sweep(self) -> dict[str, Case]:
-        found = {f"middle-{rate:g}": Case(self.probing(rate=rate)) for rate in (0.002, 0.004, 0.001)}
-        found["middle-0.002-K64"] = Case(self.probing(64), rounds=150)
+        found = {f"middle-{rate:g}": Case(self.probing(rate=rate)) for rate in (0.002, 0.005)}
         found["all-0.002"] = Case(self.probing(), ALL)
+        found["middle-0.002-batch-32"] = Case(self.probing(batch=32))
+        found["middle-0.001"] = Case(self.probing(rate=0.001))
+        found["middle-0.003-K64"] = Case(self.probing(64, rate=0.003), rounds=145)
         found["middle-0.002-uncentered"] = Case(self.probing(centered=False))
         found["middle-0.002-ema"] = Case(self.probing(server={"schedule": "constant", "ema": 0.97}))
         found["middle-gains-0.006"] = Case(self.probing(rate=0.006), example.middle(self.options.folder, "gain"))
-        found["middle-0.002-batch-64"] = Case(self.probing(batch=64))
-        found["middle-0.008"] = Case(self.probing(rate=0.008))
         return found
 
     def chosen(self) -> Case:
-        """The settings that the sweep chose, or those of --settings."""
-        given = json.loads(self.options.settings) if self.options.settings else {}
-        case = {name: given.pop(name) for name in ("rounds", "trainable") if name in given}
-        if "trainable" in case:
-            gains = example.middle(self.options.folder, "gain")
-            case["trainable"] = {"all": ALL, "middle": (), "gains": gains}[case["trainable"]]
-        return Case(self.probing(**given), **case)
+        """The case of the sweep that --like names, or the one that was best on validation sentences."""
+        cases, name = self.sweep(), self.options.like
+        if name == "best":
+            scores = {each: self.score(each) for each in cases}
+            name = max(scores, key=scores.__getitem__)
+            print(f"chosen: {name}, of {scores}", flush=True)
+        return cases[name]
+
+    def score(self, name: str) -> float:
+        """The mean accuracy of a finished run of the sweep in its last three evaluations."""
+        path = self.options.out / f"sweep-{name}.json"
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"done": False}
+        if not found["done"]:
+            return 0.0
+        return sum(row["accuracy"] for row in found["rounds"][-3:]) / 3
 
     def seeds(self) -> dict[str, Case]:
         return {f"seed-{seed}": dataclasses.replace(self.chosen(), seed=seed) for seed in range(3)}
@@ -240,7 +248,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--budget-seconds", type=float, default=1e9, help="end the part after so long")
     parser.add_argument("--only", nargs="+", help="runs of the part (default: all)")
-    parser.add_argument("--settings", help='of seeds, private and secure, as JSON: {"directions": 32, "rate": 0.002}')
+    parser.add_argument("--like", default="best", help="the case of the sweep that seeds, private and secure use")
     parser.add_argument("--rounds", type=int, help="fewer rounds in each run, to try a part")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
