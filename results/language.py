@@ -249,6 +249,7 @@ def main() -> None:
     parser.add_argument("--budget-seconds", type=float, default=1e9, help="end the part after so long")
     parser.add_argument("--only", nargs="+", help="runs of the part (default: all)")
     parser.add_argument("--like", default="best", help="the case of the sweep that seeds, private and secure use")
+    parser.add_argument("--eager", action="store_true", help="capture no CUDA graphs")
     parser.add_argument("--rounds", type=int, help="fewer rounds in each run, to try a part")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -261,7 +262,8 @@ def main() -> None:
     )[options.part]()
     for name, case in cases.items():
         if time.monotonic() < parts.until and (not options.only or name in options.only):
-            parts.run(name, dataclasses.replace(case, rounds=options.rounds or case.rounds))
+            with using(capture=not options.eager):
+                parts.run(name, dataclasses.replace(case, rounds=options.rounds or case.rounds))
 
 
 if __name__ == "__main__":
