@@ -17,6 +17,7 @@ from toys import Tamper, linear_task
 
 SGD = fv.ServerOptimizer("plain", 0.1)
 ADAM = fv.ServerOptimizer("adam", 0.01, tau=1e-8)
+COSINE = dataclasses.replace(ADAM, schedule="cosine", schedule_rounds=5, warmup=1)
 
 
 def digits(clients=10):
@@ -44,7 +45,11 @@ def federation(task, chosen, plan=None):
     )
 
 
-@pytest.mark.parametrize("server", [SGD, fv.ServerOptimizer("momentum", 0.05), ADAM], ids=lambda s: s.optimizer)
+@pytest.mark.parametrize(
+    "server",
+    [SGD, fv.ServerOptimizer("momentum", 0.05), ADAM, COSINE],
+    ids=lambda s: f"{s.optimizer}-{s.schedule}",
+)
 @pytest.mark.parametrize("ema", [0.0, 0.9])
 def test_a_client_that_was_away_three_rounds_ends_with_the_same_weights(server, ema):
     task = digits()
@@ -65,9 +70,10 @@ def test_a_client_that_was_away_three_rounds_ends_with_the_same_weights(server, 
     assert 3 * 4 * 20 < four < 3 * (4 * 20 + 64)
 
 
-def test_a_run_is_the_same_with_weights_sent_down():
+@pytest.mark.parametrize("more", [{}, {"server": COSINE, "centered": True}], ids=["constant", "cosine, centered"])
+def test_a_run_is_the_same_with_weights_sent_down(more):
     sent, replayed = (
-        fv.run(digits(), fv.Baffle(directions=20, batch=8, down=down), rounds=4, cohort=10)
+        fv.run(digits(), fv.Baffle(directions=20, batch=8, down=down, **more), rounds=4, cohort=10)
         for down in ("weights", "replay")
     )
     assert torch.equal(sent.weights, replayed.weights)
@@ -125,7 +131,8 @@ def test_a_client_that_says_it_holds_something_else_twice_is_left_out():
 
 def test_a_lost_answer_does_not_make_a_client_take_a_step_twice():
     task = linear_task(clients=1)
-    chosen = fv.Baffle(directions=4, down="replay", server=SGD)
+    halves = dataclasses.replace(SGD, schedule=lambda number: 0.5**number)  # each step has a rate of its own
+    chosen = fv.Baffle(directions=4, down="replay", server=halves)
     steps = [Step(n, torch.full((4,), 0.1)) for n in (1, 2)]
     frames = [message.frame(step, Envelope()) for step in steps]
     first = stack(task)
@@ -133,8 +140,8 @@ def test_a_lost_answer_does_not_make_a_client_take_a_step_twice():
     both = stack(task, memory=[Slots({"down": first.kept["down"][0]})])
     chosen.steps.follow(both, CatchUp(2, frames))  # the server does not know that the first arrived
     expected = SGD.init_state(task.initial)
-    for step in steps:
-        expected = chosen.take(task, expected, [step.key], [step.coefficients])
+    for number, step in enumerate(steps, 1):
+        expected = chosen.take(task, expected, [step.key], [step.coefficients], number)
     assert torch.equal(both.kept["down"][0].weights, expected.weights)
 
 

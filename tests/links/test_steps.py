@@ -25,14 +25,16 @@ def state(*moments: torch.Tensor) -> State:
 
 
 class Adding(Steps):
-    """Steps that count how often they are taken."""
+    """Steps that count how often they are taken, and under which numbers."""
 
     def __init__(self, start: State) -> None:
         super().__init__(lambda task: start, lambda task, frame: float(frame), self.add, moments=True)
         object.__setattr__(self, "taken", [])
+        object.__setattr__(self, "numbers", [])
 
-    def add(self, task: fv.Task, now: State, step: float) -> State:
+    def add(self, task: fv.Task, now: State, step: float, number: int) -> State:
         self.taken.append(step)
+        self.numbers.append(number)
         return replace(now, weights=now.weights + step)
 
 
@@ -49,6 +51,7 @@ def test_clients_that_hold_the_same_take_its_steps_once():
     other = ClientWeights(1, TASK.initial + 7)
     first, second, third = follow(steps, CatchUp(2, [b"1", b"2"]), None, ClientWeights(), other)
     assert steps.taken == [1.0, 2.0, 2.0]
+    assert steps.numbers == [1, 2, 2]
     assert torch.equal(first.weights, TASK.initial + 1 + 2)
     assert torch.equal(second.weights, first.weights)
     assert torch.equal(third.weights, other.weights + 2)

@@ -160,12 +160,12 @@ def test_the_server_follows_its_schedule(optimizer):
         torch.testing.assert_close(second - first, full / 2)
 
 
-def test_baffle_s_server_follows_a_schedule_except_with_replay():
-    task, server = linear_task(), fv.ServerOptimizer("plain", 0.5, schedule="cosine")
-    result = fv.run(task, fv.Baffle(directions=4, server=server), rounds=2, cohort=4)
-    assert torch.isfinite(result.weights).all()
-    with pytest.raises(ValueError, match=r"does not know its round; leave method\.server\.schedule"):
-        fv.Baffle(down="replay", server=server)
+@pytest.mark.parametrize("down", ["weights", "replay"])
+def test_baffle_s_server_follows_a_schedule(down):
+    task, halves = linear_task(), fv.ServerOptimizer("plain", 0.5, schedule=lambda number: 0.5 ** (number - 1))
+    whole = fv.run(task, fv.Baffle(directions=4, down=down, server=fv.ServerOptimizer("plain", 0.5)), rounds=2).weights
+    first, second = (fv.run(task, fv.Baffle(directions=4, down=down, server=halves), rounds=n).weights for n in (1, 2))
+    torch.testing.assert_close(second - first, (whole - first) / 2)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fedveil.core.batchnorm import Batches, BatchNorms
 from fedveil.core.data import Data, Split
 from fedveil.core.functional import Inputs, call, first_line, output
+from fedveil.core.lengths import lengths, trimmed
 from fedveil.core.losses import Loss, class_scores, targets
 from fedveil.core.modes import Modes
 from fedveil.core.noise import Seeded
@@ -136,6 +137,8 @@ def _twice(
 def validate_unmixed(loss: Loss, model: nn.Module, data: Data, inputs: Inputs) -> None:
     """Refuse a model or a loss in which the records of a batch change each other's loss, as padding then would too."""
     chosen = torch.linspace(0, len(data.x) - 1, min(4, len(data.x))).long()
+    if data.padding is not None:
+        chosen = lengths(data.x, data.padding).argsort(stable=True)[:4]  # the shortest, of which most can be cut
     x, y = data.x[chosen], data.y[chosen]
     probe = copy.deepcopy(model)
     with torch.no_grad():
@@ -162,6 +165,12 @@ def validate_unmixed(loss: Loss, model: nn.Module, data: Data, inputs: Inputs) -
             raise ValueError(
                 f"the loss {_called(loss)} of a record depends on the other records of its batch, and so on padding; "
                 "use one that treats each record alone"
+            )
+        shorter = x if data.padding is None else trimmed(x, data.padding)
+        if shorter.shape != x.shape and not _alike(together, output(_given(probe, shorter, inputs))):
+            raise ValueError(
+                f"the model's outputs depend on how many padding tokens ({data.padding}) follow a record; make it "
+                "ignore them, or leave padding out of the data"
             )
 
 

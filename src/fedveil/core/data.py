@@ -40,6 +40,7 @@ class Data:
     structure: Structure | None = None  # how x holds the tensors of a record, where there are several
     validation_x: Tensor | None = None  # records that early stopping looks at; they are neither trained nor tested on
     validation_y: Tensor | None = None
+    padding: int | None = None  # the token that fills up records on the right, and that the model ignores
 
     def __repr__(self) -> str:
         records = f"{len(self.x):,} training and {len(self.test_x):,} test records of {list(self.x.shape[1:])}"
@@ -90,6 +91,11 @@ class Data:
                     f"In {self.name!r} y is {list(self.y.shape[1:])} a training record but {list(y.shape[1:])} a "
                     f"{part} record."
                 )
+        if self.padding is not None and (self.x.is_floating_point() or self.structure or self.y.ndim > 1):
+            raise ValueError(
+                f"{self.name!r} has padding {self.padding}, which is for rows of tokens [n, T] with one target each; "
+                "leave it out."
+            )
         if len(self.labels) != self.classes:
             raise ValueError(f"{self.name!r} has {self.classes} classes but {len(self.labels)} labels; name each.")
         g = self.groups

@@ -198,7 +198,7 @@ class Task:
         layers compute under autocast; gradients are float32.
         """
         w = w.detach().requires_grad_()
-        with self._autocast(precision):
+        with self.autocast(precision):
             losses = self.stacked_losses(w, x, y, key)
         mean = (losses * mask).sum(1) / mask.sum(1).clamp(min=1)
         (gradient,) = torch.autograd.grad(mean.sum(), w)
@@ -217,7 +217,7 @@ class Task:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same in training (see `train_f`): gradient [C, d + p], loss [C] and new running statistics [C, s]."""
         w = w.detach().requires_grad_()
-        with self._autocast(precision):
+        with self.autocast(precision):
             logits, statistics = self.stacked(self.train_f)(w, statistics, x, mask, key)
             losses = self.loss(logits.flatten(0, 1), y.flatten(0, 1)).view(y.shape[:2])
         mean = (losses * mask).sum(1) / mask.sum(1).clamp(min=1)
@@ -229,7 +229,7 @@ class Task:
         """`gradient`, compiled where that is asked for: for steps that are taken so often that it pays."""
         return self.fused("gradient", self.gradient)
 
-    def _autocast(self, precision: str) -> AbstractContextManager[object]:
+    def autocast(self, precision: str) -> AbstractContextManager[object]:
         """Layers in fewer bits; a cache of the weights in these bits would outlive a CUDA graph."""
         if precision == "float32":
             return nullcontext()

@@ -33,6 +33,7 @@ def from_tensors(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     validation: tuple[Records, Values] | None = None,
+    padding: int | None = None,
     name: str = "tensors",
 ) -> Data:
     """`Data` from tensors or arrays: x [n, *input], and y as the loss needs it.
@@ -45,6 +46,9 @@ def from_tensors(
     label; floats have 0 classes.
 
     validation: x and y of records to choose on, for `early_stopping`; they are neither trained nor tested on
+
+    padding: the token that fills up records on the right. The model must ignore it; batches are cut to their longest
+    record where that saves work
     """
     y = _targets(y)
     real = y.is_floating_point()
@@ -76,6 +80,7 @@ def from_tensors(
         structure=structure,
         validation_x=None if valid_x is None else packed(valid_x),
         validation_y=valid_y,
+        padding=padding,
     )
     if mean is not None or std is not None:
         shift, scale = (torch.tensor(numbers).view(-1, 1, 1) for numbers in (data.mean, data.std))

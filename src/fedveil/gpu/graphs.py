@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from fedveil.gpu import trace
 from fedveil.gpu.context import Observer, current
 
 PROGRAMS = 8  # of one step, each for its shapes; with more shapes than that compiling would never end
+GRAPHS = 64  # of one function, each for its shapes
 WARM_UP = 3  # real steps run before the capture, so that libraries have chosen their kernels and buffers
 OFTEN = 0.5  # seconds between two calls, or less
 CALLS, SECONDS = 100, 1.0  # of a function for some shapes before it is traced, which takes about a second
@@ -42,10 +43,12 @@ class Captured:
     """A step that is captured as a CUDA graph after a few runs, and replayed from then on, by any number of loops.
 
     It must work in place on tensors that outlive it and read nothing else that changes.
+
+    pool: memory that it shares with other graphs, none of which needs anything from it after a replay
     """
 
-    def __init__(self, step: Callable[[], object]) -> None:
-        self.step, self.ran = step, 0
+    def __init__(self, step: Callable[[], object], pool: Any = None) -> None:
+        self.step, self.ran, self._pool = step, 0, pool
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def run(self, capture: bool) -> None:
@@ -60,9 +63,54 @@ class Captured:
             return
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # others may wait for the GPU
+            with torch.cuda.graph(self._graph, self._pool, capture_error_mode="thread_local"):  # others may wait
                 self.step()
         self._graph.replay()
+
+
+class Replayed:
+    """A function of tensors that returns a tensor, captured as a CUDA graph for each set of shapes.
+
+    Its operations may depend on shapes and not on values, and it must read nothing else that changes. On a CPU, without
+    `capture`, and for more than `GRAPHS` sets of shapes, it is called as it is.
+    """
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self._function, self._graphs = function, dict[tuple[Any, ...], _Graph]()
+        self._pool: Any = None
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        key = tuple((t.shape, t.dtype) for t in tensors)
+        if tensors[0].device.type != "cuda" or not current().capture:
+            return self._function(*tensors)
+        if key not in self._graphs and len(self._graphs) == GRAPHS:
+            return self._function(*tensors)
+        if key not in self._graphs:
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            self._graphs[key] = _Graph(self._function, tensors, self._pool)
+        return self._graphs[key](*tensors)
+
+
+class _Graph:
+    """A function for tensors of one set of shapes."""
+
+    def __init__(self, function: Callable[..., Tensor], tensors: Sequence[Tensor], pool: Any) -> None:
+        self._function, self._given = function, [t.clone() for t in tensors]
+        self._result: Tensor | None = None
+        self._captured = Captured(self._step, pool)
+
+    def _step(self) -> None:
+        result = self._function(*self._given)
+        if self._result is None:  # in the first run, outside the memory of the graph
+            self._result = torch.empty_like(result)
+        self._result.copy_(result)
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        for own, given in zip(self._given, tensors, strict=True):
+            own.copy_(given)
+        self._captured.run(True)
+        assert self._result is not None
+        return self._result.clone()
 
 
 class Loop:

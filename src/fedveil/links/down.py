@@ -146,7 +146,7 @@ class EncodedSteps:
 
     @cached_property
     def steps(self) -> Steps:
-        def take(task: Task, now: State, payload: Any) -> State:
+        def take(task: Task, now: State, payload: Any, number: int) -> State:
             return replace(now, weights=_apply(self.codec, task, now.weights, payload))
 
         def read(task: Task, frame: bytes) -> Record:

@@ -1,6 +1,7 @@
 """The way down in a few scalars: clients regrow the server's step from a key and the K coefficients behind it.
 
-Both sides take the very same step, server optimiser and all, and are kept in step (`fedveil.links.steps`).
+Both sides take the very same step, server optimiser and all, and are kept in step (`fedveil.links.steps`). A schedule
+of the server's rate goes by the number of the step, which both know, and not by the round.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Step(Record, frozen=True):
     coefficients: Annotated[Tensor, Shape(("directions",))]
 
 
-def replay(initial: Callable[[Task], State], take: Callable[[Task, State, Step], State], max_directions: int) -> Steps:
+def replay(
+    initial: Callable[[Task], State], take: Callable[[Task, State, Step, int], State], max_directions: int
+) -> Steps:
     """Steps that `take` takes from the state of `initial`, of at most so many coefficients."""
 
     def read(task: Task, frame: bytes) -> Step:

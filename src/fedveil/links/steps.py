@@ -76,13 +76,13 @@ class Steps:
 
     initial: the state that everyone begins with, known from the recipe
     read:    a step from a frame within a question, checked like any other bytes from outside
-    take:    a state and a step -> the next state
+    take:    a state, a step and its number, from 1 -> the next state
     moments: whether a step needs the server optimizer's moments, so that clients hold them too
     """
 
     initial: Callable[[Task], State]
     read: Callable[[Task, bytes], Any]
-    take: Callable[[Task, State, Any], State]
+    take: Callable[[Task, State, Any, int], State]
     moments: bool = False
 
     # ------------------------------------------------------------------------------------------------ the server
@@ -158,9 +158,9 @@ class Steps:
             if place not in taken:
                 if question.weights is not None:
                     held = _state(*(_to(part, task.device) for part in sent))
-                known = len(steps) - (question.version - before.version)
-                for step in steps[max(known, 0) :]:
-                    held = self.take(task, held, step)
+                known = max(len(steps) - (question.version - before.version), 0)
+                for number, step in enumerate(steps[known:], question.version - len(steps) + known + 1):
+                    held = self.take(task, held, step, number)
                 taken[place] = held
             parts = [_to(part, "cpu") for part in self._parts(taken[place])]
             remembered.append(ClientWeights(question.version, *parts))

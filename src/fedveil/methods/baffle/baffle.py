@@ -22,6 +22,7 @@ from fedveil.core.message import Answer, Count, Question, Refused, Shape, Size, 
 from fedveil.core.method import SUMMED, About, Method, State
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
+from fedveil.core.version import ADDED
 from fedveil.gpu.graphs import one_thread
 from fedveil.links.replay import Key, Step, longest, replay
 from fedveil.links.steps import CatchUp, Steps, Version
@@ -81,6 +82,8 @@ class Baffle(Estimate, Method):
     """Backpropagation-free federated learning (BAFFLE, algorithm 1): the K slopes of a batch go up, as in FedSGD.
 
     batch:   records that a client draws for a question; None: all it has
+    centered: subtract the mean of a round's K coefficients. With forward differences, all slopes share half the
+             curvature's trace times σ and the rounding of the loss at the weights, which point nowhere
     down:    "weights", or "replay": the K coefficients of the server's step, which clients regrow
     secure:  learn sums only, through the secure sum
     privacy: clip each record's slopes and add noise; `batch` records are then drawn on average, by Poisson sampling
@@ -111,6 +114,7 @@ class Baffle(Estimate, Method):
     }
 
     batch: int | None = None
+    centered: bool = field(default=False, metadata=ADDED)
     down: str = "weights"
     server: ServerOptimizer = field(default_factory=lambda: ServerOptimizer("adam", 0.01, tau=1e-8))
     secure: SecureSum | None = None
@@ -122,13 +126,13 @@ class Baffle(Estimate, Method):
             raise ValueError(f"method.down is '{self.down}'; use weights or replay")
         if self.batch is not None and self.batch < 1:
             raise ValueError(f"method.batch is {self.batch}; it is at least 1; leave it out for all records")
+        if self.centered and (self.weak is not None or self.directions < 2):
+            raise ValueError(
+                "method.centered subtracts the mean of slopes along the same directions, at least 2; set "
+                "method.directions to 2 or more and leave method.weak out"
+            )
         if self.down == "replay" and self.seeds != "shared":
             raise ValueError('method.down is "replay", which repeats K shared slopes; it needs seeds "shared"')
-        if self.down == "replay" and not self.server.constant:
-            raise ValueError(
-                'method.down is "replay", and a client that repeats a step does not know its round; leave '
-                "method.server.schedule and method.server.warmup out"
-            )
         if self.privacy and (self.precision != "float32" or self.losses != "float64"):
             raise ValueError(
                 "method.privacy runs the model in float64, so that no rounding moves more than a record's clip; leave "
@@ -182,7 +186,10 @@ class Baffle(Estimate, Method):
         if self.down == "replay":
             cohort = self.steps.reach(now, cohort)
         keys, coefficients = self.probed(now, cohort)
-        after = self.take(cohort.task, now, keys, coefficients, None if self.down == "replay" else cohort.round)
+        if self.centered:  # the mean of K - 1 degrees of freedom: the estimate stays unbiased
+            coefficients = [(c - c.mean()) * (len(c) / (len(c) - 1)) for c in coefficients]
+        number = self.steps.version(now) + 1 if self.down == "replay" else cohort.round
+        after = self.take(cohort.task, now, keys, coefficients, number)
         if self.down == "replay":
             after = self.steps.record(now, after, Step(keys[0], coefficients[0]), cohort)
         return self.server.published(state, after)
@@ -207,13 +214,12 @@ class Baffle(Estimate, Method):
             return ProbeHere(self.steps.version(now), key, count)
         return Probe(now.weights, key, count)
 
-    def take(
-        self, task: Task, now: State, keys: Sequence[int], coefficients: Sequence[Tensor], round_: int | None = None
-    ) -> State:
-        """The server's step, which with `replay` every client takes too; on one thread, so that all round alike."""
+    def take(self, task: Task, now: State, keys: Sequence[int], coefficients: Sequence[Tensor], number: int) -> State:
+        """The server's step of a round, or with `replay` of a number, which every client takes too; on one thread, so
+        that all round alike."""
         with forward_only(task.device), one_thread():
             gradient = self.prober(task).combine(keys, coefficients)
-            return self.server.step(now, -self.clipped(gradient), round_)
+            return self.server.step(now, -self.clipped(gradient), number)
 
     # ------------------------------------------------------------------------------------------------ the clients
 
@@ -301,8 +307,8 @@ class Baffle(Estimate, Method):
 
     @property
     def steps(self) -> Steps:
-        def take(task: Task, now: State, step: Step) -> State:
-            return self.take(task, now, [step.key], [step.coefficients])
+        def take(task: Task, now: State, step: Step, number: int) -> State:
+            return self.take(task, now, [step.key], [step.coefficients], number)
 
         return replay(lambda task: self.server.init_state(task.initial), take, self.directions)
 

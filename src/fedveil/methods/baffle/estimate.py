@@ -21,8 +21,8 @@ from fedveil.privacy.account import Account
 from fedveil.train.local import LocalTraining
 from fedveil.train.trainers import Correction, Trained
 
-TYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
-SIGMAS = {"float32": 1e-4, "float16": 1e-3}  # half precision rounds away most of what a smaller one changes
+TYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
+SIGMAS = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 1e-2}  # half precision swallows what a smaller one changes
 
 
 @dataclass(frozen=True)

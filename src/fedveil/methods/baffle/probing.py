@@ -15,17 +15,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import vmap
 from torch.overrides import TorchFunctionMode
 
 from fedveil.core import regrown
 from fedveil.core.directions import Directions
+from fedveil.core.lengths import lengths, trimmed
 from fedveil.core.task import Task
+from fedveil.gpu.graphs import Replayed
 from fedveil.gpu.products import Products
 
 CPU_MEMORY = 16 << 20  # bytes: more is no faster, because caches are smaller
 LAYER_WORDS = 1 << 11  # of directions, drawn at a time where little memory is the point
+PARTS, SHORTEST = 4, 16  # of records of different lengths: into how many parts they are cut, of how many at least
 Rows = Iterable[tuple[slice, Tensor]]  # entries of directions: which, and their values [G, k, stop - start]
 
 
@@ -35,7 +38,8 @@ class Prober:
 
     places: which entries of the flat weights are perturbed, int64 [n]; None is all of them
     memory: about how many bytes a pass may hold; None lets the device decide
-    precision: in which models are run: float32, float64, or float16 but for linear layers, with a σ it does not swallow
+    precision: in which models are run: float32, float64, float16 but for linear layers, or bfloat16 but for layers that
+               are trained; with a σ that half precision does not swallow
     by_layer: whether one direction runs at a time, and a layer is perturbed only while it runs
     losses: float64, where losses are compared record by record; or float32, where their means are, as in eq. 6
     """
@@ -130,8 +134,18 @@ class Prober:
         self, w: Tensor, keys: Tensor, x: Tensor, y: Tensor, share: Tensor | None, count: int
     ) -> Iterator[tuple[Rows, Tensor]]:
         """Directions and slopes [G, S, k] along them, a chunk at a time; without shares [G, B, k], of each record."""
-        at_once, records = self.chunk(*x.shape[:2])
-        xs, ys = x.split(records, 1), y.split(records, 1)
+        padding, back = self.task.data.padding, None
+        if padding is None:
+            at_once, records = self.chunk(*x.shape[:2])
+            xs = x.split(records, 1)
+        else:  # records of like length together, each part cut to its longest
+            order = lengths(x, padding).argsort(dim=1, stable=True)
+            place, back = torch.arange(len(x), device=x.device)[:, None], order.argsort(1)
+            x, y, share = x[place, order], y[place, order], None if share is None else share[place, order]
+            at_once, records = self.chunk(len(x), max(min(SHORTEST, x.shape[1]), -(-x.shape[1] // PARTS)))
+            at_once = -(-count // -(-count // at_once))  # chunks of like size, so that few shapes occur
+            xs = tuple(trimmed(u, padding) for u in x.split(records, 1))
+        ys = y.split(records, 1)
         parts = list(zip(xs, ys, [None] * len(xs) if share is None else share.split(records, 1), strict=True))
         base = [self._losses(w[:, None], u, v) for u, v, _ in parts] if self.scheme == "forward" else []
         for first in range(0, count, at_once):
@@ -143,6 +157,8 @@ class Prober:
                 before = base[i] if base else losses(-self.sigma, u, v)
                 changes.append(self._change(losses(self.sigma, u, v), before, part))
             slope = torch.cat(changes, 1) if share is None else w.new_zeros(len(w), share.shape[-1], k)
+            if share is None and back is not None:
+                slope = slope[place, back]
             for change in changes if share is not None else []:
                 slope += change
             slope /= self.sigma if base else 2 * self.sigma
@@ -178,17 +194,23 @@ class Prober:
             if name in self._spans:
                 z = self._rows(keys[group : group + 1], number, 1, self._spans[name])[0, 0]
                 own = torch.add(own, z, alpha=step, out=z)
-            return own.view(layer.shape).to(self.precision)
+            return own.view(layer.shape).to(self._held)
 
-        x = x.to(self.precision) if x.is_floating_point() else x
+        x = x.to(self._held) if x.is_floating_point() else x
         with self._modes():
             logits = torch.stack([self.task.by_layer(partial(moved, group), own) for group, own in enumerate(x)])
         return self._lost(logits[:, None], y)
 
     def _losses(self, weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """Weights [G, k, d] on each group's own records [G, B, …] -> losses [G, k, B]."""
+        if self.precision != torch.bfloat16:
+            return self._passed(weights, x, y)
+        replayed: Replayed = self.task.steppers.setdefault(("probes", self.losses), Replayed(self._passed))
+        return replayed(weights, x, y)
+
+    def _passed(self, weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
         groups, k = weights.shape[:2]
-        weights, x = weights.to(self.precision), x.to(self.precision) if x.is_floating_point() else x
+        weights, x = weights.to(self._held), x.to(self._held) if x.is_floating_point() else x
         with self._modes():
             if groups == k == 1 or not self.task.stackable:
                 each = [[self.task.f(w, u) for w in own] for own, u in zip(weights, x, strict=True)]
@@ -199,9 +221,19 @@ class Prober:
                 logits = vmap(vmap(self.task.f, (0, None)))(weights, x)
         return self._lost(logits, y)
 
+    @property
+    def _held(self) -> torch.dtype:
+        """The type of weights and inputs; to bfloat16 layers convert them when they run."""
+        return torch.float32 if self.precision == torch.bfloat16 else self.precision
+
     def _modes(self) -> ExitStack:
-        """How models are run: on a GPU by products, and linear layers never in half precision."""
+        """How models are run: on a GPU by products. Linear layers run in float32 instead of float16, and those that are
+        trained in float32 instead of bfloat16."""
         modes = ExitStack()
+        if self.precision == torch.bfloat16:
+            modes.enter_context(self.task.autocast("bfloat16"))
+            modes.enter_context(_WideLinear(frozen=False))
+            return modes
         if self.task.device.type == "cuda":
             modes.enter_context(Products())
         if self.precision.itemsize < 4:
@@ -220,14 +252,23 @@ class Prober:
 
 
 class _WideLinear(TorchFunctionMode):
-    """While active, linear layers work in float32: what they give is what the loss is made of."""
+    """While active, linear layers work in float32: what they give is what the loss is made of.
+
+    frozen: whether this holds for layers with constant weights, too
+    """
+
+    def __init__(self, frozen: bool = True) -> None:
+        super().__init__()
+        self._frozen = frozen
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is F.linear:
-            args = [a.float() if isinstance(a, Tensor) else a for a in args]
-        return func(*args, **(kwargs or {}))
+        if func is not F.linear or not (self._frozen or not isinstance(args[1], nn.Parameter)):
+            return func(*args, **(kwargs or {}))
+        args = [a.float() if isinstance(a, Tensor) else a for a in args]
+        with torch.autocast(args[0].device.type, enabled=False):
+            return func(*args, **(kwargs or {}))
 
 
 @contextmanager

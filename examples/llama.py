@@ -1,0 +1,197 @@
+"""A Llama-style language model that answers a prompt with one of a few words, in plain PyTorch.
+
+Prompts are rows of tokens [B, T] of different lengths, filled up on the right with token `PADDING`. Attention is
+causal, so a prompt's last token does not see what follows it. The outputs are the logits of the label words after that
+token [B, labels]; the logits of all other words are not computed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+PADDING = 0
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a model.
+
+    vocabulary: tokens, `PADDING` included
+    labels:     label words
+    lora:       rank of the adapters of queries and values; 0: there are none
+    prompt:     learned vectors in front of the tokens; 0: there are none
+    biases:     whether each norm has a bias
+    """
+
+    vocabulary: int
+    labels: int = 2
+    width: int = 576
+    hidden: int = 1536
+    layers: int = 30
+    heads: int = 9
+    shared_heads: int = 3  # of keys and values
+    eps: float = 1e-5
+    theta: float = 100_000.0
+    lora: int = 0
+    prompt: int = 0
+    biases: bool = False
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+
+class Norm(nn.Module):
+    """x / RMS(x) · scale · gain + bias. `gain` is 1 before training; it trains each scale relative to its size."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.eps = config.eps
+        self.scale = nn.Parameter(torch.ones(config.width))
+        self.gain = nn.Parameter(torch.ones(config.width))
+        self.bias = nn.Parameter(torch.zeros(config.width)) if config.biases else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * (self.scale * self.gain)
+        return x if self.bias is None else x + self.bias
+
+
+class Adapter(nn.Module):
+    """LoRA (Hu et al. 2021): twice a product of two thin matrices, which is 0 before training."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(rank, inputs) / inputs**0.5)
+        self.up = nn.Parameter(torch.zeros(outputs, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * F.linear(F.linear(x, self.down), self.up)
+
+
+class Layer(nn.Module):
+    """Attention and a gated network. The products of queries, keys and values are one, as are gate and up."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        shared = config.shared_heads * config.head_width
+        self.parts = [config.width, shared, shared]
+        self.attention_norm, self.network_norm = Norm(config), Norm(config)
+        self.qkv = Linear(config.width, sum(self.parts), bias=False)
+        self.out = Linear(config.width, config.width, bias=False)
+        self.gate_up = Linear(config.width, 2 * config.hidden, bias=False)
+        self.down = Linear(config.hidden, config.width, bias=False)
+        self.query_adapter = Adapter(config.width, config.width, config.lora) if config.lora else None
+        self.value_adapter = Adapter(config.width, shared, config.lora) if config.lora else None
+
+    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        seen = self.attention_norm(x)
+        q, k, v = self.qkv(seen).split(self.parts, -1)
+        if self.query_adapter is not None and self.value_adapter is not None:
+            q, v = q + self.query_adapter(seen), v + self.value_adapter(seen)
+        q, k, v = (t.unflatten(-1, (-1, self.config.head_width)).transpose(1, 2) for t in (q, k, v))
+        q, k = rotated(q, cosines, sines), rotated(k, cosines, sines)
+        groups = self.config.heads // self.config.shared_heads
+        k, v = (t.to(q.dtype).repeat_interleave(groups, 1) for t in (k, v))
+        x = x + self.out(attention(q, k, v).transpose(1, 2).flatten(-2))
+        gate, up = self.gate_up(self.network_norm(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Llama(nn.Module):
+    """The model. Token embeddings and label words are constants or trained, as every parameter is."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width))
+        self.prompt = nn.Parameter(torch.zeros(config.prompt, config.width)) if config.prompt else None
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.norm = Norm(config)
+        self.words = nn.Parameter(torch.randn(config.labels, config.width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens [B, T] -> logits [B, labels]."""
+        tokens = tokens.long()
+        last = (tokens != PADDING).sum(1) - 1
+        x = F.embedding(tokens, self.embedding).to(widest(self))
+        if self.prompt is not None:
+            x = torch.cat([self.prompt.expand(len(x), -1, -1), x], 1)
+            last = last + self.config.prompt
+        cosines, sines = rotations(x.shape[1], self.config, x)
+        for layer in self.layers:
+            x = layer(x, cosines, sines)
+        x = self.norm(x.gather(1, last[:, None, None].expand(-1, 1, x.shape[-1]))[:, 0])
+        return (x[:, None] * self.words).sum(-1)  # not a product of matrices, which autocast computes in few bits
+
+
+def widest(model: nn.Module) -> torch.dtype:
+    """The widest type of a model's weights: float64 where those that are trained are given so."""
+    return functools.reduce(torch.promote_types, {p.dtype for p in model.parameters()})
+
+
+class Linear(nn.Linear):
+    """A linear layer whose weights are as wide as its inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype) if x.dtype == torch.float64 else self.weight)
+
+
+def rotations(length: int, config: Config, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary position embedding, [T, head_width] each, of the type of `like`."""
+    exponents = torch.arange(0, config.head_width, 2, device=like.device, dtype=torch.float32) / config.head_width
+    places = torch.arange(length, device=like.device, dtype=torch.float32)
+    angles = torch.outer(places, config.theta**-exponents).repeat(1, 2)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Apply the rotary position embedding to x [B, heads, T, head_width]."""
+    low, high = x.chunk(2, -1)
+    return x * cosines.to(x.dtype) + torch.cat([-high, low], -1) * sines.to(x.dtype)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention: queries, keys and values [B, heads, T, head_width] -> [B, heads, T, head_width]."""
+    if q.is_cuda and not torch.is_grad_enabled():
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    later = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).triu(1)  # `vmap` stacks products
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(later, -torch.inf)
+    return scores.softmax(-1).to(v.dtype) @ v
+
+
+def load(model: Llama, tensors: Mapping[str, Tensor]) -> Llama:
+    """Fill a model with tensors named as in a GGUF file, and with `embedding` and `words`."""
+    config = model.config
+    with torch.no_grad():
+        model.embedding.copy_(tensors["embedding"])
+        model.words.copy_(tensors["words"])
+        model.norm.scale.copy_(tensors["output_norm.weight"])
+        for i, layer in enumerate(model.layers):
+            assert isinstance(layer, Layer)
+            own = {name: tensors[f"blk.{i}.{name}.weight"] for name in NAMES}
+            layer.attention_norm.scale.copy_(own["attn_norm"])
+            layer.network_norm.scale.copy_(own["ffn_norm"])
+            q, k = (halves(own[name], config.head_width) for name in ("attn_q", "attn_k"))
+            layer.qkv.weight.copy_(torch.cat([q, k, own["attn_v"]]))
+            layer.out.weight.copy_(own["attn_output"])
+            layer.gate_up.weight.copy_(torch.cat([own["ffn_gate"], own["ffn_up"]]))
+            layer.down.weight.copy_(own["ffn_down"])
+    return model
+
+
+NAMES = (
+    *("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output"),
+    *("ffn_norm", "ffn_gate", "ffn_up", "ffn_down"),
+)
+
+
+def halves(weight: Tensor, head_width: int) -> Tensor:
+    """Rows [heads · head_width, width] in the order that `rotated` takes: GGUF files interleave a head's halves."""
+    return weight.unflatten(0, (-1, head_width // 2, 2)).transpose(1, 2).reshape(weight.shape)

