@@ -35,6 +35,7 @@ def tune(
     trials: Annotated[int, option("--trials", "N", "Number of trials; default: 20.", parser=count)] = 20,
     seconds: Annotated[float | None, option("--budget-seconds", "S", "Stop after this time.")] = None,
     seeds: Annotated[str, option("--seeds", "SEEDS", "Seeds that a trial averages over; default: 3.")] = "3",
+    test_seeds: Annotated[str | None, option("--test-seeds", "SEEDS", "Seeds of the test; default: --seeds.")] = None,
     at: Annotated[str | None, option("--at", "BUDGET", "Compare at bytes=1MB or at epsilon=8.")] = None,
     metric: Annotated[str | None, option("--metric", "NAME", "Metric to improve; default: the primary one.")] = None,
     prune: Annotated[Prune, option("--prune", "median|halving|none", "End weak trials early.")] = Prune.median,
@@ -64,6 +65,7 @@ def tune(
     if seconds is not None and not 0 < seconds < math.inf:
         raise ValueError(f"--budget-seconds is {seconds:g}; use a number above 0")
     spaces, chosen = [parse_over(text) for text in over], parse_seeds(seeds)
+    tested_with = parse_seeds(test_seeds) if test_seeds else chosen
     plan = recipe.read(source, changes or ())
     validate_spaces(source, changes or (), spaces)
     budget = parse_budget(at) if at else Budget()
@@ -83,7 +85,7 @@ def tune(
         if not done and study.best is not None:
             say(f"--budget-seconds {seconds:g} is spent; a larger one goes on with the same search")
         _validate_found(study, seconds)
-        tested = _test(study, interrupt)
+        tested = _test(study, tested_with, interrupt)
         if interrupt.asked:
             _stopped(study, interrupt.hint)
     _tell(study, tested, count_epsilon, format)
@@ -141,7 +143,7 @@ def _last_why(study: Study) -> str:
     return str(next((t.user_attrs["why"] for t in reversed(study.trials) if "why" in t.user_attrs), "unknown"))
 
 
-def _test(study: Study, interrupt: Interrupt) -> Any:
+def _test(study: Study, seeds: Sequence[int], interrupt: Interrupt) -> Any:
     """Write the best recipe, train it on all training records, and measure it on the test records."""
     from fedveil.cli.many import Variant, job_in, train
     from fedveil.runs import recipe
@@ -153,10 +155,7 @@ def _test(study: Study, interrupt: Interrupt) -> Any:
     plan = recipe.read(study.source, [*study.changes, *changes_of(best.params)])
     (study.home / "best.toml").write_text(plan.toml(), encoding="utf-8")
     path = study.home / f"best-{best.number:04d}"  # a later trial may be better
-    jobs = {
-        seed: job_in(path / f"seed-{seed}", with_seed(plan, seed, (), study.seeds[0]), study.where)
-        for seed in study.seeds
-    }
+    jobs = {seed: job_in(path / f"seed-{seed}", with_seed(plan, seed, (), seeds[0]), study.where) for seed in seeds}
     train(list(jobs.values()), False, 1, interrupt)
     return Variant("best", jobs, True).repeats
 
@@ -261,7 +260,7 @@ def _finish(study: Study, values: dict[int, float], spent: dict[str, float] | No
 
     best, primary = study.best, study.primary
     assert best
-    seeds = f"{len(study.seeds)} seed{'s' if len(study.seeds) > 1 else ''}"
+    seeds = f"{len(values)} seed{'s' if len(values) > 1 else ''}"
     out.out(f"\nbest: trial {best.number}, in {study.home / 'best.toml'}")
     if values:
         tested = spread(list(values.values())).show(primary)

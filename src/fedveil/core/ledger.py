@@ -44,6 +44,7 @@ class Row(msgspec.Struct, kw_only=True):
     missing: dict[str, str] = {}  # client -> why there was no answer to use
     events: list[str] = []  # what else happened: strangers, duplicates, a quorum not reached
     metrics: dict[str, float] = {}  # accuracy, loss and what the method noted
+    right: str = ""  # after the last round, which test records are classified correctly: "n:bits in hexadecimal"
     passes: int = 0  # records run forward and backward by the clients, in simulation
     epsilon: float | None = None
     noise: float | None = None  # σ, of which this ε is

@@ -199,6 +199,12 @@ def measured(
     return {**mean, **found}
 
 
+@torch.no_grad()
+def classified(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """Which records x [n, …] get the highest score for their label in y [n], as bool [n]."""
+    return torch.cat([f(inputs).argmax(-1) for inputs in x.split(EVALUATION_BATCH)]) == y
+
+
 def validate_metrics(metrics: Sequence[Metric], outputs: Tensor, y: Tensor) -> None:
     """Raise a ValueError that names a metric which does not fit outputs and targets [B, …]."""
     for metric in metrics:

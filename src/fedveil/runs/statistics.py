@@ -9,14 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from rich.filesize import decimal
 from scipy.special import stdtrit  # scipy.stats takes seconds to import
 
 from fedveil.core.ledger import Ledger
-from fedveil.core.metrics import VALIDATION, Primary
+from fedveil.core.metrics import ACCURACY, VALIDATION, Primary
 
 LEVEL = 0.95
 SAME = "no difference seen"
+
+Bits = npt.NDArray[np.bool_]
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -34,15 +38,13 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """The mean of paired differences, and its 95% interval by Student's t distribution.
-
-    mean ± t(0.975, count - 1) · deviation / √count
-    """
+    """The mean of paired differences, and its 95% interval by Student's t distribution."""
 
     mean: float
     low: float
     high: float
     count: int  # seeds that both have
+    records: int = 0  # test records whose choice the interval covers too; 0: it covers the seeds only
 
     @property
     def seen(self) -> bool:
@@ -70,15 +72,46 @@ def spread(values: Sequence[float]) -> Spread:
 def paired(values: Mapping[int, float], base: Mapping[int, float]) -> Difference | None:
     """Return how far `values` are from `base` (both: seed -> value), paired by seed.
 
-    None if they share fewer than two seeds, because a single difference has no interval.
+    The interval is mean ± t(0.975, S - 1) · deviation / √S for S seeds. It does not cover the choice of the test
+    records, which all seeds share. None if they share fewer than two seeds: a single difference has no interval.
     """
     common = sorted(values.keys() & base.keys())
     if len(common) < 2:
         return None
     found = spread([values[seed] - base[seed] for seed in common])
     assert found.deviation is not None
-    half = float(stdtrit(found.count - 1, (1 + LEVEL) / 2)) * found.deviation / math.sqrt(found.count)
-    return Difference(found.mean, found.mean - half, found.mean + half, found.count)
+    return _interval(found.mean, found.deviation**2 / found.count, found.count - 1, found.count)
+
+
+def crossed(right: Mapping[int, Bits], base: Mapping[int, Bits]) -> Difference | None:
+    """Return how far the accuracy of `right` is from that of `base` (both: seed -> bool [n]), by seed and record.
+
+    The interval covers the seeds and the choice of the n test records, which all S seeds share. The difference of seed
+    s on record i is a mean plus independent effects of s, of i and of both. With the mean squares of a two-way analysis
+    of variance, the variance of the mean is (MS_seeds + MS_records - MS_rest) / (S n), and its degrees of freedom are
+    those of Satterthwaite (1946). It is never below that of the seeds alone. None if they share fewer than two seeds.
+    """
+    common = sorted(right.keys() & base.keys())
+    if len(common) < 2:
+        return None
+    apart = np.stack([right[seed].astype(np.float64) - base[seed] for seed in common])
+    s, n = apart.shape
+    mean, by_seed, by_record = float(apart.mean()), apart.mean(1), apart.mean(0)
+    seeds = n * float(by_seed.var(ddof=1))
+    records = s * float(by_record.var(ddof=1))
+    rest = float(((apart - by_seed[:, None] - by_record + mean) ** 2).sum()) / ((s - 1) * (n - 1))
+    total, freedom = seeds + records - rest, float(s - 1)
+    if total <= seeds:
+        total = seeds
+    else:
+        freedom = total**2 / (seeds**2 / (s - 1) + records**2 / (n - 1) + rest**2 / ((s - 1) * (n - 1)))
+    return _interval(mean, total / (s * n), max(1.0, freedom), s, n)
+
+
+def _interval(mean: float, variance: float, freedom: float, count: int, records: int = 0) -> Difference:
+    """The interval of a mean whose variance was estimated with so many degrees of freedom."""
+    half = float(stdtrit(freedom, (1 + LEVEL) / 2)) * math.sqrt(variance)
+    return Difference(mean, mean - half, mean + half, count, records)
 
 
 @dataclass(frozen=True)
@@ -117,9 +150,23 @@ class Repeats:
         charged = [row.epsilon for each in self.ledgers.values() for row in each.rows if row.epsilon is not None]
         return max(charged, default=None)
 
+    def right(self) -> dict[int, Bits]:
+        """Which test records the last round of each run classifies correctly; empty if a run does not say."""
+        if self.primary != ACCURACY or not all(each.rows and each.rows[-1].right for each in self.ledgers.values()):
+            return {}
+        return {seed: _bits(each.rows[-1].right) for seed, each in self.ledgers.items()}
+
     def difference(self, base: Repeats) -> Difference | None:
-        """How far this primary metric is from that of `base`, if they share it and at least two seeds."""
-        return paired(self.values(), base.values()) if self.primary == base.primary else None
+        """How far this primary metric is from that of `base`, if they share it and at least two seeds.
+
+        The interval covers the choice of the test records if the runs say which of them they classify correctly.
+        """
+        if self.primary != base.primary:
+            return None
+        right, of_base = self.right(), base.right()
+        if right and of_base and len({len(each) for each in (*right.values(), *of_base.values())}) == 1:
+            return crossed(right, of_base)
+        return paired(self.values(), base.values())
 
     def record(self, base: Repeats) -> dict[str, Any]:
         """The figures of `--format json`."""
@@ -166,7 +213,19 @@ def note(found: Sequence[Repeats]) -> str:
     told = "Mean ± standard deviation over seeds"
     if len(found) > 1:
         told += f"; differences to the first recipe are paired by seed, each with its own {LEVEL:.0%} t interval"
+        differences = [each.difference(found[0]) for each in found[1:]]
+        covered = [difference.records > 0 for difference in differences if difference]
+        if covered and all(covered):
+            told += ", which covers seeds and the choice of the test records"
+        elif covered and not any(covered):
+            told += ", which does not cover the choice of the test records"
     return told + "."
+
+
+def _bits(text: str) -> Bits:
+    """`Row.right` as bool [n]."""
+    count, _, bits = text.partition(":")
+    return np.unpackbits(np.frombuffer(bytes.fromhex(bits), np.uint8), count=int(count)).astype(np.bool_)
 
 
 def _shown(value: Spread | None, primary: Primary) -> str:
