@@ -74,6 +74,14 @@ def test_a_search_is_by_validation_records_and_tests_the_best_once() -> None:
     assert len(more) == 4
 
 
+def test_the_test_may_have_seeds_of_its_own() -> None:
+    told = good("a", *RATE, "--trials", 1, "--seeds", "7,", "--test-seeds", "2-3")
+    assert [path.name for path in sorted(Path("a/trials/0000").iterdir())] == ["seed-7"]
+    assert list(told["test"]["seeds"]) == ["2", "3"]
+    assert sorted(path.name for path in Path("a/best-0000").iterdir()) == ["seed-2", "seed-3"]
+    assert sentence(*RATE, "--test-seeds", "x").startswith("fedveil: --test-seeds is 'x'; use a number of seeds")
+
+
 def test_the_test_records_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     args = [*RATE, "--trials", 3, "--seeds", 1, "--set", "target=0.3"]  # a target would end runs by test records
     first, load = good("a", *args), data.load

@@ -4,6 +4,7 @@ import itertools
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from fedveil.core.message import Envelope, Refused
 from fedveil.core.outcome import NoUsableAnswers
 from fedveil.engines import LocalEngine
 from fedveil.methods.scaffold import Control
+from fedveil.runs.statistics import Repeats
 from fedveil.train.vectors import Vectors
 from toys import First, FourStages, LastReference, OtherProcess, Tamper, Twice, linear_task
 
@@ -234,6 +236,21 @@ def test_early_stop_on_a_target():
 def test_evaluation_every_n_rounds_and_always_at_the_end():
     result = fv.run(linear_task(), fv.FedAvg(), rounds=7, cohort=2, evaluate_every=3)
     assert result.ledger.series("accuracy")[0] == [3, 6, 7]
+
+
+def test_the_last_row_says_which_test_records_are_classified_correctly():
+    task = linear_task()
+    some = torch.cat([1 - task.data.test_y[:5], task.data.test_y[5:]])
+    task = fv.Task(task.model, replace(task.data, test_y=some), task.clients)
+    result = fv.run(task, fv.FedAvg(), rounds=2, cohort=2)
+    first, last = result.ledger.rows
+    right = task.f(result.weights, task.test_x).argmax(-1) == task.test_y
+    assert Repeats("a", {0: result.ledger}).right()[0].tolist() == right.tolist()
+    assert float(right.double().mean()) == pytest.approx(last.metrics["accuracy"])
+    assert 0 < last.metrics["accuracy"] < 1
+    assert first.right == ""
+    squared = fv.Task(task.model, task.data, task.clients, metrics=["balanced_accuracy"])
+    assert fv.run(squared, fv.FedAvg(), rounds=1, cohort=2).ledger.rows[0].right == ""
 
 
 @pytest.mark.parametrize("kind", ["uniform", "weighted", "poisson"])

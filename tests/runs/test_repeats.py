@@ -8,12 +8,13 @@ import pytest
 import torch
 from scipy import stats
 
+from fedveil.core.ledger import Ledger, Row
 from fedveil.core.metrics import ACCURACY, Primary
 from fedveil.core.seeds import Seed
 from fedveil.core.setup import init_state
 from fedveil.runs import recipe
 from fedveil.runs.repeats import folder_name, parse_grid, parse_held, parse_seeds, with_seed
-from fedveil.runs.statistics import SAME, paired, spread
+from fedveil.runs.statistics import SAME, Repeats, crossed, note, paired, spread
 
 TINY = ["split.clients=4", "cohort.size=2", "task.validation=0.1"]
 
@@ -91,6 +92,60 @@ def test_only_common_seeds_are_paired():
     assert found.mean == pytest.approx(0.1)
     assert found.count == 2
     assert paired({0: 0.9, 1: 0.8}, {1: 0.7, 2: 0.9}) is None
+
+
+def _right(rng, accuracy, seeds, n, by_seed=0.0, by_record=0.0):
+    """Hits [S, n] whose chances have effects of the seed and of the record."""
+    chance = accuracy + by_seed * rng.standard_normal((seeds, 1)) + by_record * rng.standard_normal((1, n))
+    return dict(enumerate(rng.random((seeds, n)) < chance))
+
+
+def test_an_interval_can_cover_seeds_and_test_records():
+    """Its limits by hand, for two seeds and three records."""
+    a = {0: np.array([1, 1, 0], bool), 1: np.array([1, 0, 1], bool)}
+    b = {0: np.array([0, 1, 0], bool), 1: np.array([0, 0, 0], bool), 9: np.zeros(3, bool)}
+    found = crossed(a, b)  # differences 1 0 0 and 1 0 1
+    seeds, records, rest = 1 / 6, 2 * 0.25, 1 / 6
+    freedom = (seeds + records - rest) ** 2 / (seeds**2 / 1 + records**2 / 2 + rest**2 / 2)
+    half = stats.t.ppf(0.975, max(1, freedom)) * math.sqrt((seeds + records - rest) / 6)
+    assert (found.mean, found.count, found.records) == (pytest.approx(0.5), 2, 3)
+    assert (found.low, found.high) == (pytest.approx(0.5 - half), pytest.approx(0.5 + half))
+    assert crossed(a, {0: b[0]}) is None
+
+
+@pytest.mark.parametrize(("by_seed", "by_record"), [(0.0, 0.0), (0.03, 0.0), (0.0, 0.25), (0.03, 0.25)])
+def test_that_interval_holds_the_difference_in_95_of_100_worlds(by_seed, by_record):
+    """Both methods depend on the seed and the record, in ways of their own; the difference of their chances is 0."""
+    rng, held, alone, worlds = np.random.default_rng(5), 0, 0, 400
+    for _ in range(worlds):
+        a, b = (_right(rng, 0.5, 5, 200, by_seed, by_record) for _ in range(2))
+        found = crossed(a, b)
+        of_seeds = paired(*({seed: float(hits.mean()) for seed, hits in each.items()} for each in (a, b)))
+        held += found.low <= 0 <= found.high
+        alone += of_seeds.low <= 0 <= of_seeds.high
+        assert found.mean == pytest.approx(of_seeds.mean)
+    assert held >= 0.925 * worlds
+    if by_record:
+        assert alone < held
+    if by_record and not by_seed:
+        assert alone < 0.9 * worlds  # the interval of the seeds alone is too short
+
+
+def test_runs_that_tell_their_hits_are_compared_by_record():
+    def ledger(*right):
+        bits = np.packbits(np.array(right, bool)).tobytes().hex()
+        metrics = {"accuracy": sum(right) / len(right)}
+        return Ledger([Row(round=1, cohort=[], metrics=metrics, right=f"{len(right)}:{bits}")])
+
+    a = Repeats("a", {0: ledger(1, 1, 0, 1, 1, 1, 1, 0, 1), 1: ledger(1, 1, 1, 1, 1, 1, 1, 0, 1)})
+    b = Repeats("b", {0: ledger(1, 0, 0, 1, 1, 1, 0, 0, 1), 1: ledger(1, 0, 1, 1, 1, 0, 1, 0, 1)})
+    assert a.right()[0].tolist() == [True, True, False, True, True, True, True, False, True]
+    assert b.difference(a) == crossed(b.right(), a.right())
+    assert b.difference(a).records == 9
+    assert note([a, b]).endswith("which covers seeds and the choice of the test records.")
+    b.ledgers[1].rows[-1].right = ""
+    assert b.difference(a) == paired(b.values(), a.values())
+    assert note([a, b]).endswith("which does not cover the choice of the test records.")
 
 
 def test_a_difference_is_told_in_words():

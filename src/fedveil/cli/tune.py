@@ -65,7 +65,7 @@ def tune(
     if seconds is not None and not 0 < seconds < math.inf:
         raise ValueError(f"--budget-seconds is {seconds:g}; use a number above 0")
     spaces, chosen = [parse_over(text) for text in over], parse_seeds(seeds)
-    tested_with = parse_seeds(test_seeds) if test_seeds else chosen
+    tested_with = parse_seeds(test_seeds, "--test-seeds") if test_seeds else chosen
     plan = recipe.read(source, changes or ())
     validate_spaces(source, changes or (), spaces)
     budget = parse_budget(at) if at else Budget()

@@ -14,17 +14,17 @@ STREAMS = ("split", "weights", "cohorts", "noise")
 MANY = 1000  # seeds, or combinations of a grid: more are a slip of the pen
 
 
-def parse_seeds(text: str) -> tuple[int, ...]:
-    """Return the seeds of `--seeds`: "5" is 0 to 4; "0-4", "7," and "0,2,5-7" are lists."""
+def parse_seeds(text: str, option: str = "--seeds") -> tuple[int, ...]:
+    """Return the seeds of an option: "5" is 0 to 4; "0-4", "7," and "0,2,5-7" are lists."""
     if re.fullmatch(r"\d+", text.strip()):
         chosen = [range(int(text))]
     else:
         parts = [re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip()) for part in text.removesuffix(",").split(",")]
         if not all(parts):
-            raise ValueError(f"--seeds is '{text}'; use a number of seeds such as 5, or a list such as 0-4 or 0,2,5-7")
+            raise ValueError(f"{option} is '{text}'; use a number of seeds such as 5, or a list such as 0-4 or 0,2,5-7")
         chosen = [range(int(part[1]), int(part[2] or part[1]) + 1) for part in parts if part]
     if not all(chosen) or sum(map(len, chosen)) > MANY:
-        raise ValueError(f"--seeds is '{text}', which is no seed or more than {MANY:,}; use for example 5 or 0-4")
+        raise ValueError(f"{option} is '{text}', which is no seed or more than {MANY:,}; use for example 5 or 0-4")
     return tuple(dict.fromkeys(itertools.chain(*chosen)))
 
 
