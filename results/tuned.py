@@ -165,7 +165,7 @@ def row(name: str, out: Path, found: Mapping[str, Any]) -> dict[str, Any]:
                 "seed": seed,
                 "accuracy": summary["accuracy"],
                 "accuracy_last3": summary["accuracy_last3"],
-                "right": ledger.rows[-1].right,
+                "right": ledger.right and ledger.right.bits,
                 "bytes_up": summary["bytes_up"],
                 "bytes_down": summary["bytes_down"],
                 "turns": clients,

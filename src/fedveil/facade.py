@@ -17,11 +17,11 @@ from torch import Tensor
 from fedveil.core.batchnorm import SLOT
 from fedveil.core.cohort import Engine
 from fedveil.core.identity import Identities
-from fedveil.core.ledger import Best, Ledger, Result, Row
+from fedveil.core.ledger import Best, Ledger, Result, Right, Row
 from fedveil.core.loop import Federation, trained_task
 from fedveil.core.message import Slots
 from fedveil.core.method import Method, State
-from fedveil.core.metrics import VALIDATION
+from fedveil.core.metrics import ACCURACY, VALIDATION
 from fedveil.core.moving import moved
 from fedveil.core.outcome import (
     NoUsableAnswers,
@@ -182,11 +182,21 @@ def run(
             stopped = ended if ended in ("target", "early") else "interrupt" if stop() else ""
         if home:
             home.join()
+        trained = trained_task(task, state)
+        ledger.right = _right(trained, state, ledger)
+        if home and ledger.right:
+            home.keep_right(ledger.right)
         if learned_nothing(ledger):
             warnings.warn(nothing_learned(ledger), RuntimeWarning, stacklevel=2)
-        return Result(
-            method.name, state.weights.cpu(), ledger, trained_task(task, state), stopped or "rounds", best.kept
-        )
+        return Result(method.name, state.weights.cpu(), ledger, trained, stopped or "rounds", best.kept)
+
+
+def _right(trained: Task, state: State, ledger: Ledger) -> Right | None:
+    """Which test records the final weights classify correctly, if the last round was evaluated."""
+    if not ledger.rows or ACCURACY.name not in ledger.rows[-1].metrics:
+        return None
+    right = trained.classified(state.weights)
+    return None if right is None else Right.of(ledger.rows[-1].round, right)
 
 
 def _validate_kept(keep: str | None, engine: Engine, folder: object) -> Rounds | None:

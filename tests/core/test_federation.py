@@ -238,19 +238,28 @@ def test_evaluation_every_n_rounds_and_always_at_the_end():
     assert result.ledger.series("accuracy")[0] == [3, 6, 7]
 
 
-def test_the_last_row_says_which_test_records_are_classified_correctly():
+def test_a_run_says_which_test_records_it_classifies_correctly(tmp_path):
     task = linear_task()
     some = torch.cat([1 - task.data.test_y[:5], task.data.test_y[5:]])
     task = fv.Task(task.model, replace(task.data, test_y=some), task.clients)
-    result = fv.run(task, fv.FedAvg(), rounds=2, cohort=2)
-    first, last = result.ledger.rows
+    result = fv.run(task, fv.FedAvg(), rounds=2, cohort=2, folder=tmp_path)
     right = task.f(result.weights, task.test_x).argmax(-1) == task.test_y
     assert Repeats("a", {0: result.ledger}).right()[0].tolist() == right.tolist()
-    assert float(right.double().mean()) == pytest.approx(last.metrics["accuracy"])
-    assert 0 < last.metrics["accuracy"] < 1
-    assert first.right == ""
+    assert float(right.double().mean()) == pytest.approx(result.accuracy)
+    assert 0 < result.accuracy < 1
+    path = tmp_path / "ledger.jsonl"
+    assert fv.Ledger.read(path).right == result.ledger.right
+    (tmp_path / "right.json").unlink()
+    fv.run(task, fv.FedAvg(), rounds=2, cohort=2, folder=tmp_path)  # a kill between the last row and this file
+    assert fv.Ledger.read(path).right == result.ledger.right
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+    assert fv.Ledger.read(path).right is None  # it is of another round
+    for damaged in ('{"round": 1, "records": 9, "bits": "f"}', '{"round": 1, "records": 9, "bits": "ff"}', "{"):
+        (tmp_path / "right.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"right\.json does not say which test records are right: .*; delete it"):
+            fv.Ledger.read(path)
     squared = fv.Task(task.model, task.data, task.clients, metrics=["balanced_accuracy"])
-    assert fv.run(squared, fv.FedAvg(), rounds=1, cohort=2).ledger.rows[0].right == ""
+    assert fv.run(squared, fv.FedAvg(), rounds=1, cohort=2).ledger.right is None
 
 
 @pytest.mark.parametrize("kind", ["uniform", "weighted", "poisson"])

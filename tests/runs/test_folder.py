@@ -67,6 +67,7 @@ def test_a_folder_holds_its_ledger_and_the_last_two_checkpoints(tmp_path):
         "lock",
         "memory-00000001.fv",
         "recipe.toml",
+        "right.json",
     ]
     assert KEPT == 2
 
@@ -125,6 +126,9 @@ def test_each_file_reaches_the_disk_before_its_name_and_the_ledger_before_the_ch
         ("fsync", tmp_path.name),
         ("fsync", "checkpoint-00000001.fv.new"),
         ("replace", "checkpoint-00000001.fv"),
+        ("fsync", tmp_path.name),
+        ("fsync", "right.json.new"),
+        ("replace", "right.json"),
         ("fsync", tmp_path.name),
     ]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-from fedveil.core.ledger import Ledger, Row
+from fedveil.core.ledger import Ledger, Right, Row
 from fedveil.core.metrics import ACCURACY, Primary
 from fedveil.core.seeds import Seed
 from fedveil.core.setup import init_state
@@ -133,9 +133,9 @@ def test_that_interval_holds_the_difference_in_95_of_100_worlds(by_seed, by_reco
 
 def test_runs_that_tell_their_hits_are_compared_by_record():
     def ledger(*right):
-        bits = np.packbits(np.array(right, bool)).tobytes().hex()
         metrics = {"accuracy": sum(right) / len(right)}
-        return Ledger([Row(round=1, cohort=[], metrics=metrics, right=f"{len(right)}:{bits}")])
+        told = Right.of(1, torch.tensor(right).bool())
+        return Ledger([Row(round=1, cohort=[], metrics=metrics)], right=told)
 
     a = Repeats("a", {0: ledger(1, 1, 0, 1, 1, 1, 1, 0, 1), 1: ledger(1, 1, 1, 1, 1, 1, 1, 0, 1)})
     b = Repeats("b", {0: ledger(1, 0, 0, 1, 1, 1, 0, 0, 1), 1: ledger(1, 0, 1, 1, 1, 0, 1, 0, 1)})
@@ -143,7 +143,7 @@ def test_runs_that_tell_their_hits_are_compared_by_record():
     assert b.difference(a) == crossed(b.right(), a.right())
     assert b.difference(a).records == 9
     assert note([a, b]).endswith("which covers seeds and the choice of the test records.")
-    b.ledgers[1].rows[-1].right = ""
+    b.ledgers[1].right = None
     assert b.difference(a) == paired(b.values(), a.values())
     assert note([a, b]).endswith("which does not cover the choice of the test records.")
 

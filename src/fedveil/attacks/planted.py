@@ -100,7 +100,7 @@ def plant(task: Task, w: Tensor, pool: Tensor, seed: Seed) -> Tensor:
     bins, inputs = parts[names.rows].shape
     h = torch.randn(inputs, generator=seed.torch()).to(pool) / inputs
     measured = pool.flatten(1) @ h
-    if len(pool) < 2 or not float(measured.std()):
+    if len(pool) < 2 or float(measured.std()) <= 1e-6 * float(measured.abs().max()):  # equal but for rounding
         raise ValueError(f"the pool's {len(pool)} records measure alike, which tells no quantiles; give more records")
     normal = NormalDist(float(measured.mean()), float(measured.std()))
     edges = [normal.mean - LOWEST * normal.stdev, *(normal.inv_cdf(i / bins) for i in range(1, bins))]

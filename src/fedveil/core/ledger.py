@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 from rich.filesize import decimal
 from torch import Tensor
@@ -20,6 +22,8 @@ from fedveil.core.metrics import ACCURACY, LOSS, Primary
 from fedveil.core.notebook import curve, page
 from fedveil.core.task import Task
 
+RIGHT = "right.json"
+
 
 class Stage(msgspec.Struct, frozen=True):
     """One stage of a secure sum: its name, how many clients were asked and answered, and its bytes."""
@@ -29,6 +33,26 @@ class Stage(msgspec.Struct, frozen=True):
     answered: int
     up: int
     down: int
+
+
+class Right(msgspec.Struct, frozen=True):
+    """Which test records the weights after a round classify correctly, as written to right.json."""
+
+    round: int
+    records: int
+    bits: str  # hexadecimal, the first record in the highest bit
+
+    @staticmethod
+    def of(round_: int, right: Tensor) -> Right:
+        """From bool [records]."""
+        return Right(round_, len(right), np.packbits(right.cpu().numpy()).tobytes().hex())
+
+    def unpacked(self) -> npt.NDArray[np.bool_]:
+        """As bool [records]."""
+        bits = np.frombuffer(bytes.fromhex(self.bits), np.uint8)
+        if len(bits) != -(-self.records // 8):
+            raise ValueError(f"{len(bits)} bytes for {self.records} records")
+        return np.unpackbits(bits, count=self.records).astype(np.bool_)
 
 
 class Row(msgspec.Struct, kw_only=True):
@@ -44,7 +68,6 @@ class Row(msgspec.Struct, kw_only=True):
     missing: dict[str, str] = {}  # client -> why there was no answer to use
     events: list[str] = []  # what else happened: strangers, duplicates, a quorum not reached
     metrics: dict[str, float] = {}  # accuracy, loss and what the method noted
-    right: str = ""  # after the last round, which test records are classified correctly: "n:bits in hexadecimal"
     passes: int = 0  # records run forward and backward by the clients, in simulation
     epsilon: float | None = None
     noise: float | None = None  # σ, of which this ε is
@@ -85,11 +108,13 @@ class Ledger:
     """The rows of a run; with a file, each is appended to it as one JSON line.
 
     tally: what was charged, where it is known; from it the summary has a tighter ε beside the one that is charged
+    right: which test records the final weights classify correctly, where accuracy is the primary metric
     """
 
     rows: list[Row] = field(default_factory=list)
     file: io.BufferedWriter | None = None
     tally: Tally | None = field(default=None, compare=False, repr=False)
+    right: Right | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
         return f"Ledger({self.told()})"
@@ -110,7 +135,7 @@ class Ledger:
 
     @staticmethod
     def read(path: Path) -> Ledger:
-        """The rows of a `ledger.jsonl`; a last line that was cut off by a kill is left out."""
+        """The rows of a `ledger.jsonl`, and the right.json beside it; a last line cut off by a kill is left out."""
         rows = []
         for line in path.read_bytes().splitlines(keepends=True):
             if line.endswith(b"\n"):
@@ -118,7 +143,7 @@ class Ledger:
                     rows.append(msgspec.json.decode(line, type=Row))
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     raise ValueError(f"{path} line {len(rows) + 1} is not a ledger row: {error}") from None
-        return Ledger(rows)
+        return Ledger(rows, right=_right(path.with_name(RIGHT), rows))
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Rounds and values of one metric, where it was measured."""
@@ -237,6 +262,18 @@ class Result:
         rows = _figures(self.summary())
         width = max(len(key) for key, _ in rows)
         return "\n".join(f"{key:<{width}}  {value}" for key, value in rows)
+
+
+def _right(path: Path, rows: Sequence[Row]) -> Right | None:
+    """What a right.json says, if it is of the last of these rows."""
+    try:
+        right = msgspec.json.decode(path.read_bytes(), type=Right)
+        len(right.unpacked())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError as error:
+        raise ValueError(f"{path} does not say which test records are right: {error}; delete it") from None
+    return right if rows and rows[-1].round == right.round else None
 
 
 def primary(rows: Sequence[Row]) -> Primary:

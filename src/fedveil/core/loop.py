@@ -8,7 +8,6 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from fedveil.core.identity import Identities
 from fedveil.core.ledger import Row
 from fedveil.core.message import Record
 from fedveil.core.method import Method, State
-from fedveil.core.metrics import ACCURACY, LOSS, VALIDATION, classified
+from fedveil.core.metrics import ACCURACY, LOSS, VALIDATION
 from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
@@ -79,7 +78,6 @@ class Federation:
         if number % self.evaluate_every == 0 or number == rounds:
             trained = time.perf_counter()
             row.metrics.update(self.evaluated(state))
-            row.right = self._right(state) if number == rounds else ""
             row.evaluating = time.perf_counter() - trained
             if not row.metrics:
                 row.events.append("nothing was measured: batch norm layers stay with clients that are elsewhere")
@@ -105,15 +103,6 @@ class Federation:
         if not each:
             return {}
         return {name: math.fsum(metrics[name] for metrics in each) / len(each) for name in each[0]}
-
-    def _right(self, state: State) -> str:
-        """Which test records are classified correctly, as `Row.right`: where accuracy is the primary metric, each
-        record has one label, and the server has the whole model."""
-        task = trained_task(self.task, state)
-        if task.primary != ACCURACY or not task.scores or task.test_y.ndim != 1 or task.norms.policy == "local":
-            return ""
-        right = classified(lambda x: task.f(state.weights, x), task.test_x, task.test_y)
-        return f"{len(right)}:{np.packbits(right.cpu().numpy()).tobytes().hex()}"
 
     def drawn(self, number: int, secret: Seed) -> tuple[int, ...]:
         """The cohort of a round: public, unless being drawn is what differential privacy hides."""

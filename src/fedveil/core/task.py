@@ -26,7 +26,18 @@ from fedveil.core.functional import Pure, call, count_work, first_line
 from fedveil.core.layout import Layout
 from fedveil.core.losses import Loss, loss_by_name, validate_targets
 from fedveil.core.message import Size
-from fedveil.core.metrics import LOSS, VALIDATION, Measure, Metric, Primary, chosen_metrics, measured, validate_metrics
+from fedveil.core.metrics import (
+    ACCURACY,
+    LOSS,
+    VALIDATION,
+    Measure,
+    Metric,
+    Primary,
+    chosen_metrics,
+    classified,
+    measured,
+    validate_metrics,
+)
 from fedveil.core.modes import Modes
 from fedveil.core.noise import Seeded
 from fedveil.core.stackable import prepare
@@ -257,6 +268,16 @@ class Task:
             held = measured(outputs, self.loss, self.metrics, *self.validation)
             found |= {f"{VALIDATION}{name}": value for name, value in held.items()}
         return found
+
+    def classified(self, w: Tensor) -> Tensor | None:
+        """Which test records get the highest score for their label, as bool [n].
+
+        None where accuracy is not the primary metric, a record has several labels, or batch norm layers stay with the
+        clients.
+        """
+        if self.primary != ACCURACY or not self.scores or self.test_y.ndim != 1 or self.norms.policy == "local":
+            return None
+        return classified(lambda x: self.f(w, x), self.test_x, self.test_y)
 
     def rows(self, clients: Sequence[int]) -> Rows:
         """The records of some clients, as indices into `x` and `y`."""

@@ -20,7 +20,7 @@ from typing import IO, Any
 import msgspec
 
 from fedveil.core import message
-from fedveil.core.ledger import Ledger, Row
+from fedveil.core.ledger import RIGHT, Ledger, Right, Row
 from fedveil.core.memory import Entry
 from fedveil.core.message import Envelope, Refused
 from fedveil.core.method import State
@@ -121,6 +121,10 @@ class RunFolder:
         if len(cohorts) < rounds:
             raise RunError(f"{path} does not tell who was asked in {rounds} rounds; what they cost is not known")
         return cohorts
+
+    def keep_right(self, right: Right) -> None:
+        """Write which test records the final weights classify correctly."""
+        write(self.path / RIGHT, msgspec.json.encode(right) + b"\n")
 
     def save(self, run: bytes, round_: int, state: State, best: State | None = None) -> None:
         """Begin to write the checkpoint of a round and what has changed in `memory`, and return; `join` waits for it.

@@ -151,10 +151,10 @@ class Repeats:
         return max(charged, default=None)
 
     def right(self) -> dict[int, Bits]:
-        """Which test records the last round of each run classifies correctly; empty if a run does not say."""
-        if self.primary != ACCURACY or not all(each.rows and each.rows[-1].right for each in self.ledgers.values()):
+        """Which test records the final weights of each run classify correctly; empty if a run does not say."""
+        if self.primary != ACCURACY or not all(each.right for each in self.ledgers.values()):
             return {}
-        return {seed: _bits(each.rows[-1].right) for seed, each in self.ledgers.items()}
+        return {seed: each.right.unpacked() for seed, each in self.ledgers.items() if each.right}
 
     def difference(self, base: Repeats) -> Difference | None:
         """How far this primary metric is from that of `base`, if they share it and at least two seeds.
@@ -220,12 +220,6 @@ def note(found: Sequence[Repeats]) -> str:
         elif covered and not any(covered):
             told += ", which does not cover the choice of the test records"
     return told + "."
-
-
-def _bits(text: str) -> Bits:
-    """`Row.right` as bool [n]."""
-    count, _, bits = text.partition(":")
-    return np.unpackbits(np.frombuffer(bytes.fromhex(bits), np.uint8), count=int(count)).astype(np.bool_)
 
 
 def _shown(value: Spread | None, primary: Primary) -> str:
