@@ -73,10 +73,11 @@ class Die:
 
 FSYNC = os.fsync
 STEPS = {
-    # recipe and environment; the ledger; three rounds of ledger, file, name and folder; one old checkpoint to remove
-    "fedavg": 2 * 3 + 3 + 3 * 4 + 1,
+    # recipe, environment and, at the end, right.json; the ledger; three rounds of ledger, file, name and folder; one old
+    # checkpoint to remove
+    "fedavg": 3 * 3 + 3 + 3 * 4 + 1,
     # and three rounds of memory and index; in the first, the names of both
-    "scaffold": 2 * 3 + 3 + 3 * 4 + 1 + 3 * 2 + 1,
+    "scaffold": 3 * 3 + 3 + 3 * 4 + 1 + 3 * 2 + 1,
 }
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from fedveil.core import batchnorm, checks
 from fedveil.core.batchnorm import Batches
-from fedveil.core.capability import GRADIENTS, RECORD_GRADIENTS, SECOND_DERIVATIVES, SOFT_LABELS, WAYS_OUT
+from fedveil.core.capability import WAYS_OUT, failure
 from fedveil.core.checks import full_precision, gives_class_scores, trained_names, validate_pure, validate_unmixed
 from fedveil.core.data import Data, Rows, Split
 from fedveil.core.functional import Pure, call, count_work, first_line
@@ -308,34 +308,8 @@ class Task:
     def _failure(self, operation: str) -> str:
         """Why an operation fails on two clients with two records each; nothing where it works."""
         if operation not in self._tried:
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    self._try(operation)
-                self._tried[operation] = ""
-            except Exception as error:  # whatever a layer may say
-                self._tried[operation] = first_line(error)
+            self._tried[operation] = failure(operation, self, *self._two_clients())
         return self._tried[operation]
-
-    def _try(self, operation: str) -> None:
-        w, x, y = self._two_clients()
-        ones = torch.ones(2, 2, device=self.device)
-        if operation == GRADIENTS:
-            self.gradient(w[:1], x[:1], y[:1], ones[:1])
-        elif operation == RECORD_GRADIENTS:
-            self.gradient(w, x[:, :1], y[:, :1], ones[:, :1])
-        elif operation == SECOND_DERIVATIVES:
-            w, x = w.clone().requires_grad_(), x.clone().requires_grad_(x.is_floating_point())
-            (slope,) = torch.autograd.grad(self.stacked_losses(w, x, y).sum(), w, create_graph=True)
-            by = [t for t in (w, x) if t.requires_grad]
-            torch.autograd.grad(slope.square().sum(), by, allow_unused=True)
-        elif operation == SOFT_LABELS:
-            found = list(self.f(w[0], x[0]).shape[1:])
-            if found != [self.data.classes]:
-                raise ValueError(f"its outputs have shape {found} a record, and there are {self.data.classes} classes")
-        else:
-            with torch.no_grad():
-                self.stacked_losses(w, x, y)
 
     def _two_clients(self) -> tuple[Tensor, Tensor, Tensor]:
         """The initial weights [2, d] and two records, x [2, 2, …] and y [2, 2, …], in either order."""
