@@ -1,5 +1,5 @@
 """Give every method of the digits tables the same budget of tuning, test what it chose with five seeds, and write
-results/tuned.json.
+results/tuned.json and the table of `fedveil choose`.
 
     python results/tuned.py --out runs/tuned --jobs 2
 
@@ -8,7 +8,8 @@ three seeds, each of which holds out another tenth of the training records. The 
 training records with seeds 0 to 4, which the search has not seen, and measured on the test records. A secure sum takes
 what was chosen for the same messages in the clear, because the sum is the same up to rounding.
 
-The same command goes on after a stop. With --only it does some rows, and with --write it only writes the JSON file.
+The same command goes on after a stop. With --only it does some rows, and with --write it only writes the JSON files. A
+method enters `fedveil choose` by a row here.
 """
 
 from __future__ import annotations
@@ -26,14 +27,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from fedveil.core.ledger import Ledger
+from fedveil.runs import choice, recipe
+from fedveil.runs.choice import Measured, MeasuredRun, Table
 from fedveil.runs.fingerprint import environment
 from fedveil.runs.space import parse_over, validate_spaces
 
 TRIALS, SEARCHED, TESTED = 12, "100-102", "0-4"
 HOME = Path(__file__).parent
+CHOICES = Path(choice.__file__).with_name(choice.FILE)
 RATE, STEP = "method.local.lr=log:0.03..3", "method.server.lr=log:0.3..3"
 SKETCH = ("method.up.name=sketch", "method.up.numbers=620")
+PRIVACY = tuple(f"method.privacy.{each}" for each in ("noise=auto", "budget=8", "delta=1e-3"))
+DP = (
+    "rounds=12",
+    "cohort.size=10",
+    "split.max_records=144",
+    "method.local.steps=10",
+    "method.local.batch=36",
+    *PRIVACY,
+)
+TWO = ("split.kind=classes", "split.classes=2")
+TOP_K = ("method.up.name=top-k", "method.up.share=0.0155", "method.feedback=true")
+QSGD = ("method.up.name=qsgd", "method.up.bits=4")
+NUMBERS = ("method.up.name=sketch", "method.up.numbers=1000")
 
 
 @dataclass(frozen=True)
@@ -78,10 +97,8 @@ ENTRIES = {
     "fedprox-classes": Entry("classes", "fedprox-classes"),
     "scaffold-classes": Entry("classes", "scaffold-classes"),
     "feddyn-classes": Entry("classes", "feddyn-classes", over=(RATE, _rates("alpha", 0.01, 1))),
-    "fedavg-qsgd-classes": Entry("classes", "fedavg-classes", ("method.up.name=qsgd", "method.up.bits=4")),
-    "fedavg-top-k-classes": Entry(
-        "classes", "fedavg-classes", ("method.up.name=top-k", "method.up.share=0.0155", "method.feedback=true")
-    ),
+    "fedavg-qsgd-classes": Entry("classes", "fedavg-classes", QSGD),
+    "fedavg-top-k-classes": Entry("classes", "fedavg-classes", TOP_K),
     "fedavg-2class": Entry("few", "fedavg-2class"),
     "scaffold-2class": Entry("few", "fedavg-2class", ("method.name=scaffold",)),
     "dp-fedavg": Entry("private", "dp-fedavg"),
@@ -98,12 +115,27 @@ ENTRIES = {
     "tofu": Entry("iid", "tofu", over=(RATE, STEP, FITTED)),
     "fedsynth": Entry("iid", "fedsynth", over=(RATE, STEP, FITTED)),
     "dp-fedavg-users-server": Entry("users", "dp-fedavg-users", ("method.secure=none",)),
+    "dp-fedavg-iid": Entry("more", "fedavg", DP),
+    "dp-fedavg-qsgd-iid": Entry("more", "fedavg", (*DP, *QSGD)),
+    "dp-fedavg-top-k-iid": Entry("more", "fedavg", (*DP, *TOP_K)),
+    "baffle-classes": Entry("more", "baffle-clear", TWO, (_rates("server.lr", 0.001, 0.1),)),
+    "dp-sketch-users-server": Entry(
+        "more", "dp-fedavg-users", ("method.secure=none", *NUMBERS), (RATE, _rates("server.lr", 1, 60))
+    ),
+    "dp-fedavg-secure-iid": Entry("more", "fedavg", (*DP, "method.secure.bits=20"), like="dp-fedavg-iid"),
+    "dp-sketch-users": Entry("more", "dp-fedavg-users", NUMBERS, like="dp-sketch-users-server"),
+    "fedavg-secure-classes": Entry("more", "fedavg-classes", ("method.secure.bits=20",), like="fedavg-classes"),
     "fedavg-secure": Entry("summed", "fedavg-secure", like="fedavg"),
     "fedavg-sketch-secure": Entry("summed", "fedavg", (*SKETCH, "method.secure.clip=8.0"), like="fedavg-sketch"),
     "fedage-secure": Entry("summed", "fedage", ("method.secure.bits=20",), like="fedage"),
     "baffle": Entry("summed", "baffle", like="baffle-clear"),
     "dp-fedavg-users": Entry("users", "dp-fedavg-users", like="dp-fedavg-users-server"),
 }
+
+
+def changes(name: str, chosen: Mapping[str, Any]) -> list[str]:
+    """What a row changes of its recipe, with what was chosen."""
+    return [*ENTRIES[name].changes, *(f"{key}={value}" for key, value in chosen.items())]
 
 
 def command(name: str, chosen: Mapping[str, Any] | None = None) -> list[str]:
@@ -132,6 +164,7 @@ def do(name: str, out: Path) -> dict[str, Any]:
         raise SystemExit(f"{name} ended with exit code {done.returncode}; see {out / name}.log")
     found = json.loads(done.stdout)
     found |= {"row": name, "command": f"fedveil {shlex.join(words)} --out DIR", "took": time.monotonic() - began}
+    found["commit"] = (out / "commit").read_text(encoding="utf-8")
     told.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(f"{name}: {found['took']:.0f} s", flush=True)
     return dict(found)
@@ -165,7 +198,7 @@ def row(name: str, out: Path, found: Mapping[str, Any]) -> dict[str, Any]:
                 "seed": seed,
                 "accuracy": summary["accuracy"],
                 "accuracy_last3": summary["accuracy_last3"],
-                "right": ledger.right and ledger.right.bits,
+                "right": ledger.right and msgspec.to_builtins(ledger.right),
                 "bytes_up": summary["bytes_up"],
                 "bytes_down": summary["bytes_down"],
                 "turns": clients,
@@ -175,11 +208,14 @@ def row(name: str, out: Path, found: Mapping[str, Any]) -> dict[str, Any]:
             }
         )
     told: dict[str, Any] = {"row": name, "table": entry.table, "command": found["command"], "took": found["took"]}
+    told["commit"] = found.get("commit", (out / "commit").read_text(encoding="utf-8"))
     if entry.like:
-        return told | {"like": entry.like, "runs": runs}
+        like = json.loads((out / f"{entry.like}.json").read_text(encoding="utf-8"))
+        return told | {"like": entry.like, "changes": changes(name, chosen_of(like)), "runs": runs}
     states = [trial["state"] for trial in found["trials"]]
     return told | {
         "chosen": chosen_of(found),
+        "changes": changes(name, chosen_of(found)),
         "validation": found["best"]["value"],
         "by_hand": next((t["value"] for t in found["trials"] if t["trial"] == 0), None),
         "complete": states.count("complete"),
@@ -199,14 +235,26 @@ def validate() -> None:
                 raise SystemExit(f"{name}: {error}") from None
 
 
-def write(out: Path, commit: str) -> None:
-    """Write results/tuned.json from the rows that are done."""
+def write(out: Path) -> None:
+    """Write results/tuned.json, and what `fedveil choose` reads of it, from the rows that are done."""
     done = {name: json.loads(path.read_text()) for name in ENTRIES if (path := out / f"{name}.json").exists()}
     rows = [row(name, out, found) for name, found in done.items()]
-    where = environment(device="cpu", commit=commit, threads=1)
+    where = environment(device="cpu", commit=(out / "commit").read_text(encoding="utf-8"), threads=1)
     told = {"command": "python results/tuned.py --out DIR --jobs 2", **where, "trials": TRIALS}
     told |= {"searched": SEARCHED, "tested": TESTED, "rows": rows}
     (HOME / "tuned.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    CHOICES.write_bytes(msgspec.json.format(msgspec.json.encode(table(told)), indent=1) + b"\n")
+
+
+def table(told: Mapping[str, Any]) -> Table:
+    """The table of `fedveil choose`."""
+    rows = []
+    for each in told["rows"]:
+        source, runs = f"digits/{ENTRIES[each['row']].recipe}", msgspec.convert(each["runs"], list[MeasuredRun])
+        records = recipe.read(source, each["changes"]).build().largest
+        epsilon = max((run["epsilon"] for run in each["runs"] if run["epsilon"] is not None), default=None)
+        rows.append(Measured(each["row"], source, each["changes"], runs, records, epsilon))
+    return Table(told["command"], told["commit"], rows)
 
 
 def main() -> None:
@@ -217,18 +265,16 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write results/tuned.json from what is done, and stop")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-    at = options.out / "commit"  # the code that did the runs, also where the file is written later
-    if not at.exists():
-        at.write_text(commit.stdout.strip(), encoding="utf-8")
     if not options.write:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        (options.out / "commit").write_text(commit.stdout.strip(), encoding="utf-8")  # of the code that does the runs
         validate()
         names = [name for name in ENTRIES if not options.only or name in options.only]
         for like in (False, True):  # first the searches, then the rows that take what they chose
             with ThreadPoolExecutor(options.jobs) as pool:
                 chosen = [name for name in names if bool(ENTRIES[name].like) is like]
                 list(pool.map(lambda name: do(name, options.out), chosen))
-    write(options.out, at.read_text(encoding="utf-8"))
+    write(options.out)
 
 
 if __name__ == "__main__":

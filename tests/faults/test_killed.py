@@ -73,8 +73,8 @@ class Die:
 
 FSYNC = os.fsync
 STEPS = {
-    # recipe, environment and, at the end, right.json; the ledger; three rounds of ledger, file, name and folder; one old
-    # checkpoint to remove
+    # recipe, environment and, at the end, right.json; the ledger; three rounds of ledger, file, name and folder; one
+    # old checkpoint to remove
     "fedavg": 3 * 3 + 3 + 3 * 4 + 1,
     # and three rounds of memory and index; in the first, the names of both
     "scaffold": 3 * 3 + 3 + 3 * 4 + 1 + 3 * 2 + 1,

@@ -1,6 +1,7 @@
 """The command line: `commands` trains and reports, `describe` says what there is; others have modules of their name."""
 
 from fedveil.cli.audit import audit
+from fedveil.cli.choose import choose
 from fedveil.cli.commands import app, main
 from fedveil.cli.deploy import deploy
 from fedveil.cli.describe import describe, inspect, list_
@@ -16,6 +17,7 @@ app.command()(inspect)
 app.add_typer(deploy, name="deploy")
 app.add_typer(fedage, name="fedage")
 app.command()(audit)
+app.command()(choose)
 app.command()(export)
 app.command()(frontier)
 app.command()(privacy)

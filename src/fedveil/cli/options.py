@@ -12,6 +12,7 @@ Format = StrEnum("Format", ["table", "json"])
 Between = StrEnum("Between", ["memory", "bytes"])
 Kind = StrEnum("Kind", ["local", "flower", "ray"])
 Prune = StrEnum("Prune", ["median", "halving", "none"])
+Unit = StrEnum("Unit", ["record", "client"])
 What = StrEnum("What", ["methods", "codecs", "models", "data", "losses", "metrics", "recipes"])
 
 

@@ -130,7 +130,7 @@ class Recipe:
             loaded = data.hold_out(loaded, self.task.validation, self.split_seed)
         parts = self._split(loaded)
         held = parts.held if self.split.held is None else self._held()
-        return self._task(loaded, dataclasses.replace(parts, max_records=self.split.max_records, held=held), device)
+        return self.assembled(loaded, dataclasses.replace(parts, max_records=self.split.max_records, held=held), device)
 
     def part(self, partition: int | None, directory: str | Path | None = None) -> Data:
         """The records of one party of a deployment, client `partition` or the server (None): those that a data function
@@ -173,9 +173,10 @@ class Recipe:
             told = f"task.validation is {self.task.validation:g}, but a server holds no training records"
             raise ValueError(f"{told}; set it to 0, and give the server's data validation records")
         share = data.Share.of(client, self.split.clients, len(own.x), self.split.max_records, self._held())
-        return self._task(own, share, device)
+        return self.assembled(own, share, device)
 
-    def _task(self, loaded: Data, parts: data.Split, device: str) -> Task:
+    def assembled(self, loaded: Data, parts: data.Split, device: str) -> Task:
+        """The task, of records that are split already."""
         own = self.task.weights_seed
         seed = Seed.root(self.seed if own is None else own).child("weights")
         loss = find_loss(self.task.loss, self.task.loss_options)

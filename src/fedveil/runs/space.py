@@ -171,13 +171,24 @@ class Budget:
         return len(self.rows(rows)) < len(rows)
 
 
-def parse_budget(text: str) -> Budget:
-    """Return the budget of `--at`: bytes=1MB, epsilon=8 or rounds=10."""
-    match = re.fullmatch(r"(bytes|epsilon|rounds)=([\d.e+-]+) ?(B|kB|MB|GB|TB)?", text.strip())
+def parse_size(text: str) -> float:
+    """Return a number above 0 with or without a unit of bytes, such as 100kB."""
+    match = re.fullmatch(r"([\d.e+-]+) ?(B|kB|MB|GB|TB)?", text.strip())
     try:
-        amount = float(match[2]) * (UNITS[match[3]] if match[3] else 1) if match else 0.0
+        amount = float(match[1]) * (UNITS[match[2]] if match[2] else 1) if match else 0.0
     except ValueError:
         amount = 0.0
-    if not match or not 0 < amount < math.inf or (match[3] and match[1] != "bytes"):
-        raise ValueError(f"--at is '{text}'; use for example bytes=1MB, epsilon=8 or rounds=10")
-    return Budget(match[1], amount)
+    if not 0 < amount < math.inf:
+        raise ValueError(f"'{text}' is no size; use for example 100kB or 1MB")
+    return amount
+
+
+def parse_budget(text: str) -> Budget:
+    """Return the budget of `--at`: bytes=1MB, epsilon=8 or rounds=10."""
+    kind, _, amount = text.strip().partition("=")
+    try:
+        if kind not in ("bytes", "epsilon", "rounds") or (kind != "bytes" and amount.endswith("B")):
+            raise ValueError
+        return Budget(kind, parse_size(amount))
+    except ValueError:
+        raise ValueError(f"--at is '{text}'; use for example bytes=1MB, epsilon=8 or rounds=10") from None
