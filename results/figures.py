@@ -29,11 +29,12 @@ from fedveil.core.message import Envelope
 from fedveil.core.metrics import ACCURACY
 from fedveil.report import curves, svg, write
 from fedveil.report.figures import gallery, look
-from fedveil.runs.statistics import paired, spread
+from fedveil.runs import choice
 
 HERE = Path(__file__).resolve().parent
 THREATS = HERE.parent / "docs" / "explanation" / "threat-model.md"
-PAGES = (HERE.parent / "README.md", HERE / "README.md", THREATS)
+CHOICES = HERE.parent / "docs" / "how-to" / "choose-a-method.md"
+PAGES = (HERE.parent / "README.md", HERE / "README.md", THREATS, CHOICES)
 EXPOSED = HERE / "exposure"
 SHOWN = {  # rows of the matrix of attacks that the README shows
     "raw gradients": "raw gradient",
@@ -707,25 +708,67 @@ def rivals() -> str:
     return "\n\n".join(pieces) or "Nothing yet: `python -m benchmarks.rivals -o results/rivals-cpu.json` writes it."
 
 
-def seeds() -> str:
-    """The digits with five seeds: means, and paired differences to FedAvg."""
-    told = json.loads((HERE / "digits-seeds.json").read_text(encoding="utf-8"))
-    by_recipe: dict[str, dict[int, dict[str, float]]] = {}
-    for run in told["runs"]:
-        by_recipe.setdefault(run["recipe"], {})[run["seed"]] = run
-    base = {seed: run["accuracy_last3"] for seed, run in by_recipe["fedavg"].items()}
+def tuned(group: str, base: str, more: Sequence[str] = ()) -> str:
+    """Rows that were tuned alike: what was chosen, bytes, and the accuracy of five seeds beside that of `base`.
+
+    more: rows of other groups to be shown too
+    """
+    told = tuned_rows()
+    rows = [row for row in told.values() if row["table"] == group or row["row"] in more]
+    measured_rows = {row.name: row for row in choice.measured().rows}
+    sent = {row["row"]: row["runs"][0]["bytes_up"] / row["runs"][0]["turns"] for row in rows}
+    private = any(row["runs"][0]["epsilon"] is not None for row in rows)
     body = []
-    for recipe, runs in sorted(by_recipe.items(), key=lambda each: -each[1][0]["bytes_up"]):
-        values = {seed: run["accuracy_last3"] for seed, run in runs.items()}
-        middle, apart = spread(list(values.values())), paired(values, base)
-        sent = count(runs[0]["bytes_up"] / 100)  # 5 clients in 20 rounds
-        shown = f"{percent(middle.mean)} ± {percent(middle.deviation or 0.0)}"
-        difference = apart.show(ACCURACY) if apart and recipe != "fedavg" else ""
-        body.append([f"`{recipe}`", sent, shown, difference])
-    head = ["run", "bytes up, a client and round", "mean of last 3, %", "difference to `fedavg`, with 95%"]
-    commands = "\n".join(f"    {command}" for command in told["commands"])
-    said = f"`{told['command']}` (CPU, {told['threads']} thread; commit {told['commit']}) runs these:"
-    return f"{table(head, body)}\n\n{said}\n\n{commands}"
+    for row in sorted(rows, key=lambda row: (row["row"] != base, -sent[row["row"]])):
+        ours = measured_rows[row["row"]]
+        apart = ours.difference(measured_rows[base])
+        epsilon = row["runs"][0]["epsilon"]
+        cells = [f"`{row['row']}`", count(round(sent[row["row"]])), str(row["runs"][0]["rounds"])]
+        cells += [f"{epsilon:.3g}" if epsilon is not None else "none"] * private
+        cells += [_chosen(row), f"{percent(row['validation'])}" if "validation" in row else ""]
+        shown = apart.show(ACCURACY, unit="") if apart and row["row"] != base else ""
+        body.append([*cells, ours.value.show(ACCURACY).replace("%", ""), shown])
+    head = ["run", "bytes up, a client and round", "rounds", *["ε"] * private, "chosen", "validation, %"]
+    return table([*head, "test, %, five seeds", f"difference to `{base}`, points, with 95%"], body)
+
+
+def tuned_rows() -> dict[str, dict[str, Any]]:
+    told = json.loads((HERE / "tuned.json").read_text(encoding="utf-8"))
+    return {row["row"]: row for row in told["rows"]}
+
+
+def _chosen(row: dict[str, Any]) -> str:
+    """The settings that a search has chosen, in a few words."""
+    if "chosen" not in row:
+        return f"as `{row['like']}`"
+    return ", ".join(f"{key.removeprefix('method.')} {value:.3g}" for key, value in row["chosen"].items())
+
+
+def tuned_commands() -> str:
+    """How the tuned rows were made."""
+    told = json.loads((HERE / "tuned.json").read_text(encoding="utf-8"))
+    hours = sum(row["seconds"] for row in told["rows"]) / 3600
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in told["rows"]))
+    where = f"CPU, one thread a row, commits {commits}"
+    said = f"`{told['command']}` ({where}) takes {hours:.1f} hours of one core. Its commands:"
+    return f"{said}\n\n" + "\n".join(f"    {row['command']}" for row in told["rows"])
+
+
+def situations() -> str:
+    """What `fedveil choose` recommends in ten situations, and what the runs of its recipes took."""
+    told = json.loads((HERE / "situations.json").read_text(encoding="utf-8"))
+    head = ["situation", "options", "first recipe", "accuracy on the digits, %", "bytes up, forecast", "in its run"]
+    body = []
+    for row in told["rows"]:
+        options = row["command"].removeprefix("fedveil choose").strip()
+        accuracy = f"{percent(row['accuracy']['mean'])} ± {percent(row['accuracy']['deviation'])}"
+        up, private = [count(row[part]["up"]) for part in ("forecast", "run")], row["run"]["epsilon"]
+        epsilons = [f", ε {row[part]['epsilon']:.3g}" if private else "" for part in ("forecast", "run")]
+        body.append(
+            [row["situation"], f"`{options}`" if options else "", f"`{row['recipe']}`", accuracy]
+            + [sent + epsilon for sent, epsilon in zip(up, epsilons, strict=True)]
+        )
+    return table(head, body) + f"\n\nBy `{told['command']}` (commit {told['commit']})."
 
 
 def exposure() -> str:
@@ -895,7 +938,16 @@ TABLES: dict[str, Callable[[], str]] = {
     "mnist commands": lambda: commands(f"mnist/{path.name}" for path in sorted((HERE / "mnist").iterdir())),
     "cifar commands": lambda: commands(f"cifar10/{path.name}" for path in sorted((HERE / "cifar10").iterdir())),
     "fashion commands": lambda: commands(f"fashion/{path.name}" for path in sorted((HERE / "fashion").iterdir())),
-    "digits seeds": seeds,
+    "tuned iid": lambda: tuned("iid", "fedavg"),
+    "tuned classes": lambda: tuned("classes", "fedavg-classes"),
+    "tuned few": lambda: tuned("few", "fedavg-2class"),
+    "tuned private": lambda: tuned("private", "dp-fedavg"),
+    "tuned private iid": lambda: tuned("private iid", "dp-fedavg-iid"),
+    "tuned forward": lambda: tuned("forward", "baffle-clear"),
+    "tuned users": lambda: tuned("users", "dp-fedavg-users-server"),
+    "tuned summed": lambda: tuned("summed", "fedavg", ["fedavg"]),
+    "tuned commands": tuned_commands,
+    "situations": situations,
     "exposure": exposure,
     "guesses": guesses,
     "slopes": given_away,

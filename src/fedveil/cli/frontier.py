@@ -28,8 +28,8 @@ def frontier(
 ) -> None:
     """Show which runs no other run beats in everything.
 
-    Compares the metric, bytes up and down, ε, client passes and rounds of runs, by their ledgers. A DIR without a run
-    stands for all runs below it.
+    Compares the metric, bytes up and down, ε, client passes, client memory and rounds, by the ledgers of runs. A DIR
+    without a run stands for all runs below it.
 
     Example: fedveil frontier runs/demo
     """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+FLOAT = 4  # bytes
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -25,6 +27,10 @@ class Compute:
     passes: int = 0  # records run forward and backward
     vectors: int = 3  # of the weights' size, held at once: weights, gradient, update
     held: int = 1  # records whose activations are held at once
+
+    def memory(self, weights: int, activations: int) -> int:
+        """An estimate in bytes of what a client holds, for a model of so many weights and activations per record."""
+        return FLOAT * (weights * self.vectors + activations * self.held)
 
     def __add__(self, other: Compute) -> Compute:
         return Compute(self.passes + other.passes, max(self.vectors, other.vectors), max(self.held, other.held))

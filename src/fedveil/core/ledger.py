@@ -69,6 +69,7 @@ class Row(msgspec.Struct, kw_only=True):
     events: list[str] = []  # what else happened: strangers, duplicates, a quorum not reached
     metrics: dict[str, float] = {}  # accuracy, loss and what the method noted
     passes: int = 0  # records run forward and backward by the clients, in simulation
+    memory: int = 0  # bytes that the largest client needs for weights and activations, as forecast; 0: not known
     epsilon: float | None = None
     noise: float | None = None  # σ, of which this ε is
     relation: str | None = None  # the neighbours for which this ε holds
@@ -180,6 +181,7 @@ class Ledger:
             "bytes_up_per_client_round": up / asked if asked else 0.0,
             "clients_failed": sum(len(row.missing) for row in self.rows),
             "passes": sum(row.passes for row in self.rows),
+            "memory": max((row.memory for row in self.rows), default=0) or None,
             "epsilon": charged and charged.epsilon,
             "epsilon_pld": self.tally.tightened(charged.epsilon or 0.0) if self.tally and charged else None,
             "noise": charged and charged.noise,

@@ -16,6 +16,7 @@ from fedveil.core.account import Tally
 from fedveil.core.batchnorm import SLOT, Norms
 from fedveil.core.clients import Clients
 from fedveil.core.cohort import BelowQuorum, Cohort, Engine, Witness, _Round
+from fedveil.core.forecast import Turn
 from fedveil.core.identity import Identities
 from fedveil.core.ledger import Row
 from fedveil.core.message import Record
@@ -54,6 +55,8 @@ class Federation:
         seed, secret = self.seed.child("round", number), self._private(number)
         ids = self.drawn(number, secret)
         row = Row(round=number, cohort=list(ids), batch_norm=self.task.norms.policy or None)
+        largest = Turn(max(ids, default=0), self.task.largest, number, rounds, 1, ids, self.task.largest)
+        row.memory = self.method.forecast_compute(largest).memory(self.task.layout.size, self.task.activations)
         if self.tally:
             row.epsilon, account = self.tally.ask(ids), self.tally.account
             promise = account.promise

@@ -24,13 +24,16 @@ COSTS: dict[str, Callable[[Sequence[Row]], float]] = {  # name -> its amount aft
     "bytes_down": lambda rows: sum(row.bytes_down for row in rows),
     "epsilon": lambda rows: max((row.epsilon for row in rows if row.epsilon is not None), default=math.inf),
     "passes": lambda rows: sum(row.passes for row in rows),
+    "memory": lambda rows: max(row.memory for row in rows) or math.inf,
     "rounds": len,
 }
+SIZES = ("bytes_up", "bytes_down", "memory")
 WORDS = {
     "bytes_up": "bytes up",
     "bytes_down": "bytes down",
     "epsilon": "ε",
     "passes": "client passes",
+    "memory": "client memory",
     "rounds": "rounds",
 }
 
@@ -39,13 +42,13 @@ def shown(cost: str, value: float | None) -> str:
     """A cost for people."""
     if value is None or math.isinf(value):
         return "–"
-    return size(value).replace("\N{NO-BREAK SPACE}", " ") if "bytes" in cost else f"{value:,.4g}"
+    return size(value).replace("\N{NO-BREAK SPACE}", " ") if cost in SIZES else f"{value:,.4g}"
 
 
 @dataclass(frozen=True)
 class Point:
     """A recipe: the mean of a metric over seeds at the end, and mean costs; ε is the largest, or infinite without
-    differential privacy."""
+    differential privacy. Memory is infinite where it is not known."""
 
     name: str
     ledgers: Mapping[int, Ledger]

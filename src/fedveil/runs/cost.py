@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace as with_fields
 
 from fedveil.core import message, schema
-from fedveil.core.forecast import Turn
+from fedveil.core.forecast import FLOAT, Turn
 from fedveil.core.seeds import Seed
 
 if TYPE_CHECKING:
     from fedveil.core.method import Method
     from fedveil.core.task import Task
     from fedveil.runs.recipe import Recipe
-
-FLOAT = 4  # bytes
 
 
 def cost(task: Task, recipe: Recipe) -> dict[str, Any]:
