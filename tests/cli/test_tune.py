@@ -217,3 +217,18 @@ def test_a_search_of_something_else_is_not_continued() -> None:
     assert "another recipe" in sentence(*RATE, "--seeds", 1, "--set", "rounds=4")
     Path("a/study.db").write_text("something else")
     assert "study.db cannot be read as a study" in sentence(*RATE, "--seeds", 1)
+
+
+def test_seeds_in_parallel_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = good("one", *RATE, "--trials", 2, "--seeds", 3)
+    two = good("two", *RATE, "--trials", 2, "--seeds", 3, "--jobs", 2)
+    assert [trial["value"] for trial in one["trials"]] == [trial["value"] for trial in two["trials"]]
+    assert one["test"] == two["test"]
+
+
+def test_the_report_has_the_pictures_of_the_search_and_the_best_runs() -> None:
+    told = good("a", *RATE, "--trials", 2, "--seeds", 2)
+    page = Path(told["report"]).read_text(encoding="utf-8")
+    assert "<h2>Search</h2>" in page
+    assert "Every trial of the search" in page
+    assert "2 runs" in page

@@ -12,7 +12,7 @@ from fedveil.core.ledger import Ledger, Row
 from fedveil.report import write
 from fedveil.report.figures import averaged, curves
 from fedveil.report.folder import read
-from fedveil.report.grid import heat_map
+from fedveil.report.grid import heat_map, panels
 from fedveil.report.groups import expand, grouped
 
 Maker = Callable[..., Path]
@@ -122,3 +122,23 @@ def test_two_settings_make_a_heat_map(make: Maker, tmp_path: Path) -> None:
     assert heat_map(grouped(read(folders[:3]))) is None
     assert heat_map(grouped(read(folders[:2]))) is None
     assert "by two settings" in words(write([tmp_path / "g"], tmp_path / "r.html"))
+
+
+def test_a_sweep_has_a_panel_for_each_value(make: Maker, tmp_path: Path) -> None:
+    folders = [
+        make(f"lr={lr}/seed-{seed}", [0.5, 0.5 + lr], extra=f"seed = {seed}", tables=f"[method.local]\nlr = {lr}\n")
+        for lr in (0.1, 0.2, 0.3)
+        for seed in (0, 1)
+    ]
+    drawn = panels(grouped(read(folders)))
+    assert drawn is not None
+    assert [axes.get_title(loc="left") for axes in drawn.axes] == [f"local.lr = {lr}" for lr in (0.1, 0.2, 0.3)]
+    grey, own = drawn.axes[1].lines[0], drawn.axes[1].lines[-1]
+    assert list(own.get_ydata()) == pytest.approx([0.5, 0.7])
+    assert own.get_linewidth() > grey.get_linewidth()
+    assert len(drawn.axes[1].lines) == 4
+    assert panels(grouped(read(folders[:4]))) is None  # two values
+    other = make("other/seed-0", [0.5, 0.6], method="scaffold")
+    assert panels(grouped(read([*folders, other]))) is None  # another method
+    page = write(folders, tmp_path / "sweep.html").read_text(encoding="utf-8")
+    assert "<h2>Sweep</h2>" in page

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from fedveil.cli.interrupt import Interrupt
 from fedveil.cli.jobs import Job
-from fedveil.cli.many import job_in
+from fedveil.cli.many import job_in, train
 from fedveil.cli.shell import BUG, say
 from fedveil.core.ledger import Ledger, Row
 from fedveil.core.metrics import VALIDATION, Primary
@@ -64,6 +65,8 @@ class Study:
     prune: str
     where: Where
     stop: Callable[[], bool]
+    interrupt: Interrupt
+    parallel: int = 1  # seeds of a trial that are trained beside each other, but for the first one, which may be pruned
     loaded: dict[str, Data] = field(default_factory=dict)
     why: str = ""  # of the last trial that failed
 
@@ -182,6 +185,12 @@ class Study:
         plan = dataclasses.replace(plan, target=None, task=dataclasses.replace(plan.task, validation=share))
         return with_seed(plan, seed, (), self.seeds[0])
 
+    def _job(self, number: int, values: Mapping[str, Any], seed: int) -> Job:
+        """The run of a trial with one of the seeds."""
+        job = job_in(self.folder(number) / f"seed-{seed}", self.trial_plan(values, seed), self.where)
+        job.pictured = False
+        return job
+
     def _has_validation(self, plan: Recipe) -> bool:
         return Job.new(self.home, plan, self.where).data(False, self.loaded).validation_x is not None
 
@@ -207,8 +216,10 @@ class Study:
         for i, seed in enumerate(self.seeds):
             if "pruned" in trial.user_attrs or self.stop():
                 return None
-            job = job_in(self.folder(trial.number) / f"seed-{seed}", self.trial_plan(values, seed), self.where)
-            job.pictured = False
+            if i == 1 and self.parallel > 1:
+                rest = [self._job(trial.number, values, other) for other in self.seeds[1:]]
+                train([job for job in rest if not job.ended], False, self.parallel, self.interrupt)
+            job = self._job(trial.number, values, seed)
             seen, first = list(job.ledger.rows), i == 0
 
             def observe(row: Row, seen: list[Row] = seen, first: bool = first) -> None:

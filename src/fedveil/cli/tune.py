@@ -39,6 +39,7 @@ def tune(
     at: Annotated[str | None, option("--at", "BUDGET", "Compare at bytes=1MB or at epsilon=8.")] = None,
     metric: Annotated[str | None, option("--metric", "NAME", "Metric to improve; default: the primary one.")] = None,
     prune: Annotated[Prune, option("--prune", "median|halving|none", "End weak trials early.")] = Prune.median,
+    jobs: Annotated[int, option("--jobs", "N", "Seeds of a trial in parallel; default: 1.", parser=count)] = 1,
     count_epsilon: Annotated[bool, option("--count-epsilon", None, "Add up ε of all trials.")] = False,
     changes: Sets = None,
     folder: Out = None,
@@ -50,7 +51,7 @@ def tune(
     """Search settings of RECIPE by validation records.
 
     The first trial has the values of RECIPE. The best recipe goes to best.toml in --out, and is then trained and
-    tested once. Ctrl-C stops after the current round; the same command continues.
+    tested once; report.html shows it all. Ctrl-C stops after the current round; the same command continues.
 
     Example: fedveil tune digits/fedavg --over method.local.lr=log:0.01..1
     """
@@ -77,7 +78,9 @@ def tune(
     primary = _chosen(plan.on(job.data(fetch, loaded), "cpu"), metric)
     with Interrupt(f"the same command with --out {home}") as interrupt:
         clock = _Clock(seconds, interrupt)
-        study = Study(home, source, changes or (), spaces, chosen, primary, budget, prune, where, clock, loaded)
+        study = Study(
+            home, source, changes or (), spaces, chosen, primary, budget, prune, where, clock, interrupt, jobs, loaded
+        )
         clock.before = sum(trial.user_attrs.get("seconds", 0.0) for trial in study.trials)
         done = study.search(trials)
         if interrupt.asked:
@@ -85,7 +88,7 @@ def tune(
         if not done and study.best is not None:
             say(f"--budget-seconds {seconds:g} is spent; a larger one goes on with the same search")
         _validate_found(study, seconds)
-        tested = _test(study, tested_with, interrupt)
+        tested = _test(study, tested_with)
         if interrupt.asked:
             _stopped(study, interrupt.hint)
     _tell(study, tested, count_epsilon, format)
@@ -143,7 +146,7 @@ def _last_why(study: Study) -> str:
     return str(next((t.user_attrs["why"] for t in reversed(study.trials) if "why" in t.user_attrs), "unknown"))
 
 
-def _test(study: Study, seeds: Sequence[int], interrupt: Interrupt) -> Any:
+def _test(study: Study, seeds: Sequence[int]) -> Any:
     """Write the best recipe, train it on all training records, and measure it on the test records."""
     from fedveil.cli.many import Variant, job_in, train
     from fedveil.runs import recipe
@@ -156,7 +159,7 @@ def _test(study: Study, seeds: Sequence[int], interrupt: Interrupt) -> Any:
     (study.home / "best.toml").write_text(plan.toml(), encoding="utf-8")
     path = study.home / f"best-{best.number:04d}"  # a later trial may be better
     jobs = {seed: job_in(path / f"seed-{seed}", with_seed(plan, seed, (), seeds[0]), study.where) for seed in seeds}
-    train(list(jobs.values()), False, 1, interrupt)
+    train(list(jobs.values()), False, study.parallel, study.interrupt)
     return Variant("best", jobs, True).repeats
 
 
@@ -202,9 +205,11 @@ def _spent(study: Study) -> dict[str, float] | None:
 
 def _tell(study: Study, tested: Any, count_epsilon: bool, format: Format) -> None:
     from fedveil.core.metrics import VALIDATION
+    from fedveil.report import write
 
     best, pictures = study.best, _pictures(study)
     assert best
+    page = write([study.home], study.home / "report.html")
     primary, spent = study.primary, _spent(study) if count_epsilon else None
     rows = [_row(trial) for trial in study.trials]
     final = {seed: ledger.series(primary.name)[1] for seed, ledger in tested.ledgers.items()}
@@ -222,12 +227,14 @@ def _tell(study: Study, tested: Any, count_epsilon: bool, format: Format) -> Non
             "trials": rows,
             "tuning": spent,
             "figures": pictures,
+            "report": str(page),
             "out": str(study.home),
         }
         show.as_json(figures)
         return
     _table(study, rows)
     _finish(study, values, spent)
+    say(f"the report is {page}")
 
 
 def _row(trial: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from fedveil.core.version import __version__
 from fedveil.report.audits import audits
 from fedveil.report.figures import look, size, svg
 from fedveil.report.folder import Run
-from fedveil.report.grid import heat_map
+from fedveil.report.grid import heat_map, panels
 from fedveil.report.groups import Group, grouped
 from fedveil.report.leaks import attacks, privacy, sums
 from fedveil.report.markup import cell, charts, figure, image, name, table
@@ -53,11 +53,15 @@ SURROGATES = {  # and of runs whose server trains on clients' synthetic sets
     "moved": "How far the server's weights moved in a round.",
     "server_steps": "How many steps the server took in a round.",
 }
+SEARCHES = {  # pictures of a search, and what they show
+    "parallel": "Every trial of the search as a line through its settings; the best one stands out.",
+    "importance": "How much of the variance of the validation metric each setting explains.",
+}
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
-def page(runs: Sequence[Run]) -> str:
-    """The whole document."""
+def page(runs: Sequence[Run], searches: Sequence[Path] = ()) -> str:
+    """The whole document; `searches` are folders of searches whose best runs are among the runs."""
     title, groups = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared", grouped(runs)
     repeated = any(len(group.runs) > 1 for group in groups)
     if repeated:
@@ -94,6 +98,7 @@ def page(runs: Sequence[Run]) -> str:
 <h2>Numbers</h2>
 {_repeats(groups) if repeated else _summaries(runs)}
 {_grid(groups)}
+{_searches(searches)}
 {privacy(runs)}
 {audits(runs)}
 {_measured(runs, "Fidelity", FIDELITY)}
@@ -138,10 +143,19 @@ def _repeats(groups: Sequence[Group]) -> str:
 
 
 def _grid(groups: Sequence[Group]) -> str:
-    """A heat map, where the recipes differ in two settings and all combinations are there."""
-    drawn = heat_map(groups)
-    caption = f"Mean test {groups[0].runs[0].primary.words} at the end, by two settings."
-    return "" if drawn is None else f'<div class="figures halves">{figure(svg(drawn), caption)}</div>'
+    """The pictures of a sweep: a heat map if all combinations of two settings are there, and a panel for each value."""
+    words = groups[0].runs[0].primary.words
+    captions = {f"Mean test {words} at the end, by two settings.": heat_map(groups)}
+    captions[f"Test {words} by round for each combination of settings, beside the others in grey."] = panels(groups)
+    pictures = "".join(figure(svg(drawn), caption) for caption, drawn in captions.items() if drawn is not None)
+    return f'<h2>Sweep</h2>\n<div class="figures halves">{pictures}</div>' if pictures else ""
+
+
+def _searches(folders: Sequence[Path]) -> str:
+    """The pictures of searches for settings, which are in `figures` of their folders."""
+    found = [(folder / "figures" / f"{name}.svg", caption) for folder in folders for name, caption in SEARCHES.items()]
+    pictures = "".join(figure(image(path, caption), caption) for path, caption in found if path.is_file())
+    return f'<h2>Search</h2>\n<div class="figures halves">{pictures}</div>' if pictures else ""
 
 
 def _summaries(runs: Sequence[Run]) -> str:
