@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fedveil.cli.interrupt import Interrupt
+from fedveil.cli.jobs import Job
 from fedveil.runs import recipe
 from fedveil.runs.checkpoint import read_checkpoint
 from shell import fv, good
@@ -55,6 +56,9 @@ def test_a_run_of_several_seeds_has_a_folder_each_and_is_resumed() -> None:
     assert row["difference"] is None
     assert Path("a/report.html").is_file()
     assert good(*command) == told  # everything is there
+    held = Job.held(Path("a/seed-0")).ledger.right
+    assert held is not None
+    assert held.round == 2
     good("run", "digits/fedavg", *TWO, "--set", "seed=2", "--out", "b")
     assert torch.equal(weights("a/seed-2"), weights("b"))
     assert "a/seed-0 holds a run of another recipe" in sentence(*command, "--set", "rounds=3")

@@ -21,7 +21,7 @@ import fedveil
 from fedveil import data
 from fedveil.cli.shell import BUG, err, say
 from fedveil.core.cohort import Engine
-from fedveil.core.ledger import Ledger, Row
+from fedveil.core.ledger import Ledger, Row, read_right
 from fedveil.core.message import Refused
 from fedveil.core.outcome import NOTHING, NoUsableAnswers, finished, validate_goals
 from fedveil.core.setup import init_state, private_root
@@ -144,7 +144,7 @@ class Job:
         plan = recipe.read(str(path / "recipe.toml"))
         if saved:
             validate_same(path, saved.decided, {"recipe": plan.fingerprint()})
-        return Job(path, plan, known, Ledger(rows, tally=_tallied(path, plan)))
+        return Job(path, plan, known, Ledger(rows, tally=_tallied(path, plan), right=read_right(path, rows)))
 
     @property
     def where(self) -> Where:

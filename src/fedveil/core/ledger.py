@@ -144,7 +144,7 @@ class Ledger:
                     rows.append(msgspec.json.decode(line, type=Row))
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     raise ValueError(f"{path} line {len(rows) + 1} is not a ledger row: {error}") from None
-        return Ledger(rows, right=_right(path.with_name(RIGHT), rows))
+        return Ledger(rows, right=read_right(path.parent, rows))
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Rounds and values of one metric, where it was measured."""
@@ -266,8 +266,9 @@ class Result:
         return "\n".join(f"{key:<{width}}  {value}" for key, value in rows)
 
 
-def _right(path: Path, rows: Sequence[Row]) -> Right | None:
-    """What a right.json says, if it is of the last of these rows."""
+def read_right(folder: Path, rows: Sequence[Row]) -> Right | None:
+    """What the right.json in a run folder says, if it is of the last of these rows."""
+    path = folder / RIGHT
     try:
         right = msgspec.json.decode(path.read_bytes(), type=Right)
         len(right.unpacked())

@@ -144,11 +144,14 @@ def _repeats(groups: Sequence[Group]) -> str:
 
 def _grid(groups: Sequence[Group]) -> str:
     """The pictures of a sweep: a heat map if all combinations of two settings are there, and a panel for each value."""
-    words = groups[0].runs[0].primary.words
-    captions = {f"Mean test {words} at the end, by two settings.": heat_map(groups)}
-    captions[f"Test {words} by round for each combination of settings, beside the others in grey."] = panels(groups)
-    pictures = "".join(figure(svg(drawn), caption) for caption, drawn in captions.items() if drawn is not None)
-    return f'<h2>Sweep</h2>\n<div class="figures halves">{pictures}</div>' if pictures else ""
+    words, pictures = groups[0].runs[0].primary.words, ""
+    if (drawn := heat_map(groups)) is not None:
+        caption = f"Mean test {words} at the end, by two settings."
+        pictures += f'<div class="figures halves">{figure(svg(drawn), caption)}</div>'
+    if (drawn := panels(groups)) is not None:
+        caption = f"Test {words} by round for each combination of settings, beside the others in grey."
+        pictures += f'<div class="figures split">{figure(svg(drawn), caption)}</div>'
+    return f"<h2>Sweep</h2>\n{pictures}" if pictures else ""
 
 
 def _searches(folders: Sequence[Path]) -> str:
