@@ -53,6 +53,11 @@ DIGITS = (  # in the order of the table; the first is what the others are compar
     *("fedavg-top-k-0.06", "fedavg-top-k-0.0155", "fedavg-top-k"),
     *("tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit"),
 )
+DIGITS_SHORT = (  # tuned alike, in the README
+    *("fedavg", "scaffold", "fedavg-half", "fedavg-qsgd", "fedavg-powersgd"),
+    *("fedavg-top-k-0.06", "fedavg-top-k-0.0155", "fedavg-sketch"),
+    *("tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit", "fedage", "baffle-clear"),
+)
 CLEAR = ("fedavg-2class", "fedavg-2class-fast", "feddm", "fedlap")
 PRIVATE = ("dp-fedavg", "dp-fedprox", "dp-scaffold", "dp-fedavg-often", "fedlap-dp")
 SURROGATES = tuple(f"{name}-{seed}" for name in (*CLEAR, *PRIVATE) for seed in range(3))
@@ -153,18 +158,22 @@ class Run:
     @property
     def sends(self) -> str:
         """What a client sends, in words."""
-        method = self.recipe["method"]
-        plain = {
-            "scaffold": "the update and the change of its control variate",
-            "q-fedavg": "the update weighted by its loss, and one number",
-            "fedsgd": "the gradient over all its records",
-        }
-        if method["name"] == "baffle":
-            said = f"{method['directions']} slopes"
-        else:
-            said = plain.get(method["name"]) or _payload(method["up"])
-        said += ", with noise" if "user_privacy" in method else ""
-        return f"{said}, in a secure sum" if "secure" in method else said
+        return sends(self.recipe["method"])
+
+
+def sends(method: dict[str, Any]) -> str:
+    """What a client of a method sends, in words."""
+    plain = {
+        "scaffold": "the update and the change of its control variate",
+        "q-fedavg": "the update weighted by its loss, and one number",
+        "fedsgd": "the gradient over all its records",
+    }
+    if method["name"] == "baffle":
+        said = f"{method['directions']} slopes"
+    else:
+        said = plain.get(method["name"]) or _payload(method["up"])
+    said += ", with noise" if "user_privacy" in method else ""
+    return f"{said}, in a secure sum" if "secure" in method else said
 
 
 def _payload(codec: dict[str, Any]) -> str:
@@ -186,6 +195,10 @@ def _payload(codec: dict[str, Any]) -> str:
             half = codec.get("code_size", codec["block"] // 2)
             kind = codec.get("code", "learned" if codec["width"] else "linear")
             return f"{kind} codes, {half} numbers for {codec['block']}, of either sign"
+        case "powersgd":
+            return f"factors of rank {codec['rank']} of each layer's update"
+        case "sketch":
+            return f"{codec['numbers']} numbers of a sketch of the update"
         case "fedsynth":
             return f"{codec['batches'] * codec['batch']} synthetic pictures in {bits} bits"
     raise ValueError(f"no words for the codec {codec['name']}")
@@ -732,6 +745,21 @@ def tuned(group: str, base: str, more: Sequence[str] = ()) -> str:
     return table([*head, "test, %, five seeds", f"difference to `{base}`, points, with 95%"], body)
 
 
+def tuned_short() -> str:
+    """Some of these rows for the README: what a client sends, and the accuracy beside that of FedAvg."""
+    found, told = {row.name: row for row in choice.measured().rows}, tuned_rows()
+    sent = {name: told[name]["runs"][0]["bytes_up"] / told[name]["runs"][0]["turns"] for name in DIGITS_SHORT}
+    body = []
+    for name, up in sent.items():
+        row, apart = found[name], found[name].difference(found["fedavg"])
+        method = tomllib.loads(row.plan.toml())["method"]
+        cells = [f"`{name}`", sends(method), count(round(up)), ratio(sent["fedavg"], up)]
+        cells.append(row.value.show(ACCURACY).replace("%", ""))
+        body.append([*cells, apart.show(ACCURACY, unit="") if apart and name != "fedavg" else ""])
+    head = ["run", "a client sends", "bytes up, a client and round", "times fewer", "accuracy, %"]
+    return table([*head, "difference to `fedavg`, points, with 95%"], body, 2)
+
+
 def tuned_rows() -> dict[str, dict[str, Any]]:
     told = json.loads((HERE / "tuned.json").read_text(encoding="utf-8"))
     return {row["row"]: row for row in told["rows"]}
@@ -938,6 +966,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "mnist commands": lambda: commands(f"mnist/{path.name}" for path in sorted((HERE / "mnist").iterdir())),
     "cifar commands": lambda: commands(f"cifar10/{path.name}" for path in sorted((HERE / "cifar10").iterdir())),
     "fashion commands": lambda: commands(f"fashion/{path.name}" for path in sorted((HERE / "fashion").iterdir())),
+    "tuned short": tuned_short,
     "tuned iid": lambda: tuned("iid", "fedavg"),
     "tuned classes": lambda: tuned("classes", "fedavg-classes"),
     "tuned few": lambda: tuned("few", "fedavg-2class"),
