@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedveil import CohortSampler, DpSgd, FedProx, Recipe, Scaffold
+from fedveil import Baffle, BaffleEpochs, CohortSampler, DpSgd, FedProx, Recipe, Scaffold, ServerOptimizer
 from fedveil.runs import recipe
 from fedveil.runs.recipe import SplitSpec, TaskSpec, parse, read
 
@@ -270,3 +270,19 @@ def test_none_is_text_where_a_key_takes_text_and_in_quotes():
 def test_a_key_that_cannot_be_unset_is_one_sentence(change, told):
     with pytest.raises(ValueError, match=told):
         recipe.read("digits/fedavg", [change])
+
+
+def test_a_part_of_a_table_keeps_the_rest_of_the_methods_default():
+    usual = Baffle().server
+    changed = recipe.parse({"method": {"name": "baffle", "server": {"lr": 0.5}}}).method.server
+    assert changed == dataclasses.replace(usual, lr=0.5)
+    assert changed.optimizer == "adam"
+    local = recipe.parse({"method": {"name": "baffle-epochs", "local": {"epochs": 3}}}).method.local
+    assert local == dataclasses.replace(BaffleEpochs().local, epochs=3)
+
+
+def test_a_table_with_another_optimizer_has_the_defaults_of_that_one():
+    plain = recipe.parse({"method": {"name": "baffle", "server": {"optimizer": "plain"}}}).method.server
+    assert plain == ServerOptimizer("plain")
+    same = recipe.parse({"method": {"name": "baffle", "server": {"optimizer": "adam"}}}).method.server
+    assert same == Baffle().server

@@ -15,9 +15,14 @@ import msgspec
 from fedveil.core.spelling import nearest
 from fedveil.runs.unset import NONE, optional, types_of, unset
 
+KINDS = ("name", "optimizer")  # keys on which the meaning, and so the defaults, of the others in their table depend
 
-def typed(kind: type[Any], table: Any, path: str = "") -> Any:
-    """An instance of a dataclass from a table, field by field."""
+
+def typed(kind: type[Any], table: Any, path: str = "", usual: Any = None) -> Any:
+    """An instance of a dataclass from a table, field by field.
+
+    usual: the default of the whole table. Keys that are left out keep its values, unless the table is of another kind
+    """
     if table is None:
         raise ValueError(f"'{path}' cannot be none; leave it out for its default")
     if not isinstance(table, Mapping):
@@ -39,7 +44,7 @@ def typed(kind: type[Any], table: Any, path: str = "") -> Any:
             raise ValueError(_lacking(kind, key, where) or f"unknown key '{where}'{nearest(key, known, path)}")
         value, under = unset(value, hints[key]), section(kind, key)
         if under and not (value is None and optional(hints[key])):
-            given[key] = typed(under, value, where)
+            given[key] = typed(under, value, where, _default(kind, key))
             continue
         try:
             given[key] = None if value is None and optional(hints[key]) else msgspec.convert(value, hints[key])
@@ -49,7 +54,19 @@ def typed(kind: type[Any], table: Any, path: str = "") -> Any:
             ) from None
         if isinstance(given[key], float) and not math.isfinite(given[key]):
             raise ValueError(f"'{where}' is {value}; it must be a finite number")
+    if type(usual) is kind and not any(given.get(key, same) != same for key, same in _kinds(usual)):
+        return dataclasses.replace(usual, **given)
     return kind(**given)
+
+
+def _default(kind: type[Any], key: str) -> Any:
+    """The default of a field that is a table; None where it has none."""
+    factory = next(f for f in dataclasses.fields(kind) if f.name == key).default_factory
+    return None if factory is dataclasses.MISSING else factory()
+
+
+def _kinds(usual: Any) -> list[tuple[str, Any]]:
+    return [(key, getattr(usual, key)) for key in KINDS if hasattr(usual, key)]
 
 
 def _unsupported(kind: type[Any]) -> Mapping[str, str]:
@@ -74,10 +91,8 @@ def section(kind: type[Any], key: str) -> type[Any] | None:
     classes = [t for t in typing.get_args(hint) or (hint,) if isinstance(t, type)]
     for found in classes:
         if hasattr(found, "registry"):
-            default = next(f for f in dataclasses.fields(kind) if f.name == key)
-            if default.default_factory is not dataclasses.MISSING:
-                return type(default.default_factory())
-            return found
+            default = _default(kind, key)
+            return found if default is None else type(default)
         if dataclasses.is_dataclass(found):
             return found
     return None
