@@ -17,7 +17,7 @@ from fedveil.core.outstanding import Outstanding, Version
 from fedveil.core.sampling import Fate
 from fedveil.engines import LocalEngine
 from fedveil.links.replay import MixedStep, Step
-from fedveil.links.steps import CatchUp
+from fedveil.links.steps import CatchUp, WeightsDigest
 from fedveil.methods.baffle.baffle import Slopes
 from fedveil.runs import cost, recipe
 from fedveil.testing.grid import OnFlower
@@ -139,31 +139,44 @@ class Absolute(fv.Codec[There]):
 del fv.Codec.registry[Absolute.name]
 
 
-@pytest.mark.parametrize("codec", [fv.Raw(), Absolute(), FEDSYNTH, fv.Sketch(4)], ids=lambda codec: codec.name)
-def test_an_update_is_that_of_the_weights_it_is_about_and_is_scaled_for_its_staleness(codec):
-    """Each step against one made of single clients' updates, which a server that waits for them alone gets."""
-    method = fv.FedAvg(LOCAL, up=codec)
-    plan = replace(LATE, staleness=1.0)
-    federation, states, rows = steps(method, plan, 8)
+def alone(method: fv.Method, before: fv.State, client: int, round_: int) -> Tensor:
+    """The update that a server gets of one client, which it asks in a round and waits for."""
 
     class Alone(fv.CohortSampler):
         def draw(self, task, seed):
-            return (self.size - 1,)
+            return (client,)
 
+    federation = fv.Federation(TASK, method, LocalEngine(), Alone(), fv.Seed.root(0))
+    after, _ = federation.step(fv.State(before.weights), round_, round_)
+    return after.weights - before.weights
+
+
+@pytest.mark.parametrize("codec", [fv.Raw(), Absolute(), FEDSYNTH, fv.Sketch(4)], ids=lambda codec: codec.name)
+def test_an_update_is_that_of_the_weights_it_is_about_and_is_scaled_for_its_staleness(codec):
+    method = fv.FedAvg(LOCAL, up=codec)
+    federation, states, rows = steps(method, replace(LATE, staleness=1.0), 8)
     late = 0
     for number, row in enumerate(rows, 1):
-        total, records = torch.zeros_like(TASK.initial), 0
-        for each in federation.timeline.window(number).arrivals:
-            before = fv.State(states[each.asked - 1].weights)
-            alone = fv.Federation(TASK, method, LocalEngine(), Alone(size=each.client + 1), fv.Seed.root(0))
-            after, _ = alone.step(before, each.asked, 8)
-            own = int(TASK.clients.sizes[each.client])
-            total += own / (1 + number - each.asked) * (after.weights - before.weights)
-            records, late = records + own, max(late, number - each.asked)
-        expected = states[number - 1].weights + total / records
+        arrived = federation.timeline.window(number).arrivals
+        assert row.cohort == sorted(each.client for each in arrived)
+        old = torch.tensor([number - each.asked for each in arrived])
+        records = torch.tensor([float(TASK.clients.sizes[each.client]) for each in arrived])
+        updates = torch.stack([alone(method, states[each.asked - 1], each.client, each.asked) for each in arrived])
+        expected = states[number - 1].weights + (records / (1 + old)) @ updates / records.sum()
         torch.testing.assert_close(states[number].weights, expected, rtol=1e-5, atol=1e-6)
-        assert row.cohort == sorted(each.client for each in federation.timeline.window(number).arrivals)
+        late = max(late, int(old.max()))
     assert late == 2
+
+
+def test_a_median_is_of_all_answers_whatever_they_are_about():
+    method = fv.FedAvg(LOCAL, aggregator=fv.Aggregator("median"))
+    federation, states, _ = steps(method, replace(LATE, buffer=3), 6)
+    for number in range(1, 7):
+        arrived = federation.timeline.window(number).arrivals
+        updates = [alone(method, states[each.asked - 1], each.client, each.asked) for each in arrived]
+        scaled = [u / (1 + number - each.asked) ** 0.5 for u, each in zip(updates, arrived, strict=True)]
+        expected = states[number - 1].weights + torch.stack(scaled).median(0).values
+        torch.testing.assert_close(states[number].weights, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_weights_are_kept_for_codecs_that_decode_at_them_and_as_long_as_answers_are_out():
@@ -415,18 +428,39 @@ def test_a_client_that_could_not_catch_up_is_told_of_when_its_turn_ends():
     assert all(set(row.missing) <= {str(k) for k in row.cohort} for row in result.ledger.rows)
 
 
-def test_a_round_below_its_quorum_leaves_the_weights_and_the_answers_that_are_out():
-    engine = Tamper(lambda round_, replies: [Reply(r.client, problem="failed: it broke") for r in replies]
-                    if round_ < 3 else replies)  # fmt: skip
-    federation = fv.Federation(TASK, fv.FedAvg(LOCAL), engine, replace(LATE, quorum=0.9), fv.Seed.root(0))
+def test_a_client_that_lies_about_what_it_holds_is_refused_when_its_turn_ends():
+    def lie(_, replies):
+        for reply in replies:
+            number, where = message.envelope(reply.frame)
+            lies = reply.client == 3 and number == WeightsDigest.kind
+            yield Reply(3, message.frame(WeightsDigest(), where)) if lies else reply
+
+    result = run(fv.Baffle(directions=6, down="replay"), LATE, rounds=12, engine=Tamper(lie))
+    turns = [row.missing["3"] for row in result.ledger.rows if 3 in row.cohort]
+    assert turns
+    assert all(why.startswith("refused: out of step: it was sent the whole state") for why in turns)
+    assert all(set(row.missing) <= {str(k) for k in row.cohort} for row in result.ledger.rows)
+
+
+@pytest.mark.parametrize("latency", [0.0, 1.0])
+def test_a_round_below_its_quorum_leaves_the_weights_and_the_answers_that_are_out(latency):
+    def broken(round_, replies):
+        return [Reply(reply.client, problem="failed: it broke") for reply in replies] if round_ < 3 else replies
+
+    plan = fv.CohortSampler(
+        size=4, buffer=2, latency=latency, quorum=0.9
+    )  # without latencies nobody is asked in round 2
+    federation = fv.Federation(TASK, fv.FedAvg(LOCAL), Tamper(broken), plan, fv.Seed.root(0))
     state, rows = fv.FedAvg(LOCAL).init_state(TASK), []
     for number in range(1, 9):
         before = state
         state, row = federation.step(state, number, 8)
         rows.append(row)
-        assert torch.equal(state.weights, before.weights) == any("below quorum" in event for event in row.events)
-    assert "below quorum" in rows[0].events[0]
-    assert not rows[-1].events
+        told = f"below quorum: {2 - len(row.missing)} of 2 answers can be used, 2 are needed"
+        assert [event.startswith(told) for event in row.events] == [True] * bool(row.missing)
+        assert torch.equal(state.weights, before.weights) == bool(row.missing)
+    assert rows[1].missing
+    assert not rows[-1].missing
 
 
 def test_state_records_are_read_back_as_they_were():

@@ -290,10 +290,10 @@ class Cohort:
             shared.row.count_down(client, len(letter))
             fate = self._fate(client, serial)
             waited = max(waited, fate.seconds)
-            if not fate.why:
-                letters.append(letter)
-            elif shared.desk is None:
+            if fate.why:
                 missing[client] = fate.why
+            else:
+                letters.append(letter)
         if shared.sampler.latency and shared.desk is None:
             shared.row.simulated = (shared.row.simulated or 0.0) + waited
         return letters
