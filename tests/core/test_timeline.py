@@ -22,8 +22,8 @@ class Fixed(fv.CohortSampler):
     after: dict[int, float] = field(default_factory=dict, hash=False)
     lost: tuple[int, ...] = ()
 
-    def drawn_from(self, free, size, task, seed):
-        return tuple(sorted(free)[:size])
+    def drawn(self, task, size, seed, without=()):
+        return tuple(k for k in range(len(task.clients)) if k not in without)[:size]
 
     def fate(self, seed, client, serial=0):
         return Fate(self.after.get(client, 100.0), "dropped" if client in self.lost else "")
@@ -110,6 +110,18 @@ def test_what_holds_in_every_timeline(size, buffer, drop, spread, limit, allowed
         assert window.seconds >= 0
     again = Timeline(sampler, TASK, fv.Seed.root(seed))
     assert again.window(7) == timeline.window(7)  # whatever was looked at before
+
+
+@pytest.mark.parametrize("kind", ["uniform", "weighted"])
+def test_whoever_is_left_is_drawn_and_nobody_else(kind):
+    task = linear_task(clients=8, records=80, uneven=True)
+    sampler = fv.CohortSampler(kind=kind)
+    drawn = [sampler.drawn(task, 2, fv.Seed.root(n), {0, 3, 7}) for n in range(200)]
+    assert {k for each in drawn for k in each} == {1, 2, 4, 5, 6}
+    assert {len(set(each)) for each in drawn} == {2}
+    assert sampler.drawn(task, 9, fv.Seed.root(0), {0, 3, 7}) == (1, 2, 4, 5, 6)
+    often = [sum(k in each for each in drawn) for k in (1, 6)]
+    assert (often[1] > 1.5 * often[0]) == (kind == "weighted")  # client 6 has 3.5 times the records of client 1
 
 
 def test_slow_clients_are_the_same_in_every_run_and_the_mean_is_that_of_all():

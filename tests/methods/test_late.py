@@ -13,7 +13,7 @@ import fedveil as fv
 from fedveil.core import message, schema
 from fedveil.core.clients import Reply
 from fedveil.core.message import KINDS, Answer, Count, Envelope, Refused, Shape
-from fedveil.core.outstanding import Outstanding, Version
+from fedveil.core.outstanding import Outstanding, PastWeights
 from fedveil.core.sampling import Fate
 from fedveil.engines import LocalEngine
 from fedveil.links.replay import MixedStep, Step
@@ -470,7 +470,7 @@ def test_state_records_are_read_back_as_they_were():
     assert isinstance(again, Outstanding)
     assert again.answers == slot.answers
     for name, version in again.versions.items():
-        assert isinstance(version, Version)
+        assert isinstance(version, PastWeights)
         assert torch.equal(version.weights, slot.versions[name].weights)
 
 

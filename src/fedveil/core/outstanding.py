@@ -50,7 +50,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 @message.kind
-class Version(Record, frozen=True):
+class PastWeights(Record, frozen=True):
     """Weights that clients were asked about."""
 
     weights: Weights
@@ -121,5 +121,5 @@ class Desk:
         left = [each for place, each in sorted(self.held.items()) if place not in ended]
         left = [each if each.round >= oldest else msgspec.structs.replace(each, frame=b"") for each in left]
         needed = {each.round for each in left if each.frame}
-        versions: Mapping[str, Record] = {str(n): Version(w) for n, w in self.versions.items() if n in needed}
+        versions: Mapping[str, Record] = {str(n): PastWeights(w) for n, w in self.versions.items() if n in needed}
         return Outstanding(left, Slots(versions))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
@@ -80,17 +82,18 @@ class CohortSampler:
                 clients, int(rng.binomial(clients, min(1, size / clients))), replace=False, shuffle=False
             )
             return tuple(sorted(int(k) for k in chosen))
-        return self.drawn_from(range(clients), size, task, seed)
+        return self.drawn(task, size, seed)
 
-    def drawn_from(self, free: Sequence[int], size: int, task: Task, seed: Seed) -> tuple[int, ...]:
-        """So many of these clients, or all of them, in ascending order."""
-        size, rng = min(size, len(free)), seed.numpy()
+    def drawn(self, task: Task, size: int, seed: Seed, without: Collection[int] = ()) -> tuple[int, ...]:
+        """So many clients `without` some, or all that are left, in ascending order."""
+        left, taken, rng = len(task.clients) - len(without), sorted(without), seed.numpy()
+        size = min(size, left)
         if self.kind == "weighted":
-            sizes = task.clients.sizes[list(free)]
-            chosen = rng.choice(len(free), size, replace=False, p=sizes / sizes.sum())
+            sizes = np.delete(task.clients.sizes, taken)
+            chosen = rng.choice(left, size, replace=False, p=sizes / sizes.sum())
         else:
-            chosen = rng.choice(len(free), size, replace=False, shuffle=False)
-        return tuple(sorted(free[int(i)] for i in chosen))
+            chosen = rng.choice(left, size, replace=False, shuffle=False)
+        return tuple(sorted(_skipping(taken, int(place)) for place in chosen))
 
     def fate(self, seed: Seed, client: int, serial: int = 0) -> Fate:
         """What happens to a question of the round with this public seed. The server learns of a client that drops out
@@ -122,3 +125,12 @@ class CohortSampler:
     def needed(self, asked: int) -> int:
         share = round(self.quorum * asked, 9)  # as a float, 0.07 × 100 is above 7
         return max(1, math.ceil(share)) if self.quorum < 1 else int(self.quorum)
+
+
+def _skipping(taken: Sequence[int], place: int) -> int:
+    """The number at a place among those that are not taken."""
+    for number in taken:
+        if number > place:
+            break
+        place += 1
+    return place

@@ -79,9 +79,8 @@ class Timeline:
 
     def _ask(self, number: int, seen: set[int], seed: Seed) -> tuple[int, ...]:
         """Ask as many clients as may be busy, of those not yet seen in this window."""
-        room = self.sampler.size - len(self._busy)
-        free = [k for k in range(len(self.task.clients)) if k not in seen] if room > 0 else []
-        chosen = self.sampler.drawn_from(free, room, self.task, seed) if free else ()
+        room = min(self.sampler.size - len(self._busy), len(self.task.clients) - len(seen))
+        chosen = self.sampler.drawn(self.task, room, seed, seen) if room > 0 else ()
         for client in chosen:
             fate = self.sampler.fate(self.run.child("round", number), client)
             heapq.heappush(self._busy, (self._clock + fate.seconds, number, client, fate.why))
