@@ -84,13 +84,13 @@ def commit() -> str | None:
 def table(found: dict[str, list[dict[str, Any]]]) -> str:
     """Means over the seeds, as a table in Markdown."""
     lines = [
-        "| server | steps | answers | mean staleness | accuracy, % | seconds to 95% | megabytes up to 95% |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| server | steps | answers | too old | mean staleness | accuracy, % | seconds to 95% | megabytes up to 95% |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name, runs in found.items():
-        steps, answers = (statistics.mean(each[key] for each in runs) for key in ("steps", "answers"))
+        counts = [f"{statistics.mean(each[key] for each in runs):.0f}" for key in ("steps", "answers", "stale")]
         old, right = statistics.mean(each["staleness"] for each in runs), [100 * each["accuracy"] for each in runs]
-        cells = [name, f"{steps:.0f}", f"{answers:.0f}", f"{old:.2f}"]
+        cells = [name, *counts, f"{old:.2f}"]
         cells.append(f"{statistics.mean(right):.2f} ± {statistics.stdev(right):.2f}")
         for key, scale, digits in (("seconds_to_target", 1, 1), ("bytes_to_target", 1e6, 2)):
             reached = [each[key] / scale for each in runs if each[key] is not None]
