@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fedveil as fv
 from fedveil.core import message, schema
@@ -15,6 +15,7 @@ from fedveil.core.clients import Reply
 from fedveil.core.message import KINDS, Answer, Count, Envelope, Refused, Shape
 from fedveil.core.outstanding import Outstanding, PastWeights
 from fedveil.core.sampling import Fate
+from fedveil.data import from_tensors
 from fedveil.engines import LocalEngine
 from fedveil.links.replay import MixedStep, Step
 from fedveil.links.steps import CatchUp, WeightsDigest
@@ -77,6 +78,26 @@ def test_a_buffer_of_a_cohort_without_latencies_is_a_server_that_waits(name):
     for mine, other in zip(late.ledger.rows, waiting.ledger.rows, strict=True):
         assert (mine.metrics.pop("staleness"), mine.metrics.pop("staleness_most")) == (0, 0)
         assert mine.untimed() == other.untimed()
+
+
+def test_running_statistics_arrive_with_the_updates():
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.randn(66, 3, generator=draw), torch.randint(0, 2, (66,), generator=draw)
+    data = from_tensors(x, y, x, y, classes=2)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    task = fv.Task(model, data, fv.split("iid", data, 8, fv.Seed.root(0)))
+    method = fv.FedAvg(LOCAL)
+    waiting, late = (run(method, fv.CohortSampler(size=4, buffer=buffer), task) for buffer in (None, 4))
+    assert torch.equal(late.weights, waiting.weights)
+    assert torch.equal(late.task.norms.values, waiting.task.norms.values)
+    federation, states, _ = steps(method, LATE, 8, task)
+    arrivals = {n: federation.timeline.window(n).arrivals for n in range(1, 9)}
+    number = next(n for n, own in arrivals.items() if all(each.asked < n for each in own))  # all were asked before
+    before = {(each.round, each.client): each for each in states[number - 1].slots["outstanding"].answers}
+    answers = [message.unfold(before[each.asked, each.client].frame) for each in arrivals[number]]
+    records = torch.tensor([float(answer.records) for answer in answers])
+    expected = records @ torch.stack([answer.statistics for answer in answers]) / records.sum()
+    torch.testing.assert_close(states[number].slots["batch norm"].statistics, expected)
 
 
 def test_a_sketch_is_decoded_for_each_client_and_so_rounds_otherwise():
