@@ -96,7 +96,8 @@ def test_the_python_on_a_page_runs(page, tmp_path, monkeypatch, registries):
 
 
 def test_what_a_page_says_its_code_prints_is_what_it_prints(tmp_path, monkeypatch, registries, capsys):
-    for page in (DOCS / "how-to" / "drop-outs.md", DOCS / "explanation" / "hostile-messages.md"):
+    pages = ("how-to/drop-outs", "how-to/answer-late", "explanation/hostile-messages")
+    for page in (DOCS / f"{name}.md" for name in pages):
         (block,) = fenced(page, "python")
         exec(compile(block, name_of(page), "exec"), {"__name__": "documented"})
         printed = capsys.readouterr().out
@@ -370,6 +371,14 @@ def test_every_variant_of_an_ablation_is_a_recipe_and_has_three_seeds(name, abla
     told = ablation.results
     assert {variant: len(runs) >= 3 for variant, runs in told["runs"].items()} == dict.fromkeys(ablation.variants, True)
     assert told["commit"]
+
+
+def test_the_table_of_late_answers_is_that_of_its_results():
+    """If not: paste what python results/late.py prints."""
+    told = json.loads((ROOT / "results" / "late.json").read_text(encoding="utf-8"))
+    page = read(DOCS / "how-to" / "answer-late.md")
+    assert script("late").table(told["figures"]) in page
+    assert f"over {told['seconds']:g} simulated seconds" in page
 
 
 @pytest.mark.parametrize("page", PAGES[:2], ids=name_of)

@@ -37,6 +37,7 @@ class Codec(Generic[P]):
     reference: ClassVar[str] = "last"
     server_can_encode: ClassVar[bool] = True  # whether the server, which has no records, can encode with it
     in_code_space: ClassVar[bool] = False  # whether the server averages codes before it decodes (`AgreedCodec`)
+    at_weights: ClassVar[bool] = True  # whether decoding depends on the weights that the update is about
     lossy: ClassVar[bool] = True  # whether decoding differs from the update
     linear: ClassVar[bool] = False  # whether a payload is one tensor, a map of the update that a round's clients share
     extra: ClassVar[Mapping[str, Any]] = {}  # fields that it adds to the method's question, with their types

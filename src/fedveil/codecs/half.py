@@ -33,6 +33,7 @@ class Half(Codec[HalfUpdate]):
 
     name: ClassVar[str] = "half"
     payload: ClassVar[type[Answer]] = HalfUpdate
+    at_weights: ClassVar[bool] = False
 
     dtype: str = "float16"  # or bfloat16
 

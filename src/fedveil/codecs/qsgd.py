@@ -35,6 +35,7 @@ class Qsgd(Codec[Quantised]):
 
     name: ClassVar[str] = "qsgd"
     payload: ClassVar[type[Answer]] = Quantised
+    at_weights: ClassVar[bool] = False
 
     bits: int = 4  # 2, 4 or 8 a weight
     bucket: int = 512

@@ -32,6 +32,7 @@ class Raw(Codec[Update]):
 
     name: ClassVar[str] = "raw"
     payload: ClassVar[type[Answer]] = Update
+    at_weights: ClassVar[bool] = False
     lossy: ClassVar[bool] = False
 
     def encode(

@@ -57,6 +57,7 @@ class Sketch(Codec[Sketched]):
 
     name: ClassVar[str] = "sketch"
     payload: ClassVar[type[Answer]] = Sketched
+    at_weights: ClassVar[bool] = False
     linear: ClassVar[bool] = True
 
     numbers: int = 1000

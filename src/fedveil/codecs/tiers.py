@@ -49,6 +49,10 @@ class Tiers(Codec):
         return self.strong.payload
 
     @property
+    def at_weights(self) -> bool:  # type: ignore[override]
+        return self.strong.at_weights
+
+    @property
     def needs(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.strong.needs
 

@@ -32,6 +32,7 @@ class TopK(Codec[Sparse]):
 
     name: ClassVar[str] = "top-k"
     payload: ClassVar[type[Answer]] = Sparse
+    at_weights: ClassVar[bool] = False
 
     share: float = 0.01  # of the weights
 

@@ -49,6 +49,10 @@ class Zstd(Codec[Squeezed]):
         return self.inner.reference
 
     @property
+    def at_weights(self) -> bool:  # type: ignore[override]
+        return self.inner.at_weights
+
+    @property
     def lossy(self) -> bool:  # type: ignore[override]
         return self.inner.lossy
 

@@ -6,10 +6,11 @@ The clients' side is in `clients.py`. Between the two lie bytes, carried by an e
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
+from msgspec.structs import replace as with_fields
 from torch import Tensor
 
 from fedveil.core import message, schema
@@ -19,8 +20,9 @@ from fedveil.core.identity import Identities
 from fedveil.core.ledger import Row, Stage
 from fedveil.core.loose import Loose
 from fedveil.core.message import Answer, Envelope, Question, Refused
+from fedveil.core.outstanding import Asked, Desk
 from fedveil.core.receiver import Receiver
-from fedveil.core.sampling import CohortSampler
+from fedveil.core.sampling import CohortSampler, Fate
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
 
@@ -83,6 +85,7 @@ class _Round:
     identities: Identities
     secret: Seed
     witness: Witness | None = None
+    desk: Desk | None = None  # of a server that does not wait
     serial: int = 0
     exhibits: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # images, real ones of the same classes
 
@@ -131,6 +134,11 @@ class Cohort:
         """How many clients a round is meant to have: a public number, however many there are."""
         return min(self._shared.sampler.size, len(self.task.clients))
 
+    @property
+    def buffered(self) -> bool:
+        """Whether the server does not wait: the answers of a round (`arrivals`) may be to questions of earlier ones."""
+        return self._shared.desk is not None
+
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -148,7 +156,11 @@ class Cohort:
 
     def reject(self, client: int, why: Refused) -> None:
         """Note that a client's answer, though well formed, cannot be used."""
-        self._shared.row.missing[str(client)] = f"refused: {why}"
+        desk = self._shared.desk
+        if desk and not desk.taken:  # it was asked just now, and its turn is over when its answer would have come
+            desk.hold(client, 0, None, f"refused: {why}")
+        else:
+            self._shared.row.missing[str(client)] = f"refused: {why}"
 
     def tell(self, sentence: str) -> None:
         """Put what happened into this round's row of the ledger."""
@@ -172,11 +184,52 @@ class Cohort:
     def ask(self, question: Question | Mapping[int, Question]) -> Answers:
         """Ask every client, or each client something else. Returns the answers and, by name and reason, who is missing.
 
-        Raises `BelowQuorum` if fewer than the quorum answered.
+        Raises `BelowQuorum` if fewer than the quorum answered; not where the server does not wait, whose quorum is of
+        the answers that arrive.
         """
-        answers = self.exchange(question)
-        self.require(len(answers), len(answers) + len(answers.missing))
+        answers, desk = self.exchange(question), self._shared.desk
+        if desk is None:
+            self.require(len(answers), len(answers) + len(answers.missing))
+            return answers
+        for client, why in answers.missing.items():
+            desk.hold(client, 0, None, why)
         return answers
+
+    def arrivals(
+        self,
+        question: Question | Mapping[int, Question],
+        kind: type[Answer],
+        at: Tensor | None = None,
+        most: int | None = None,
+    ) -> Iterator[tuple[Asked, Answers]]:
+        """Ask, and take this round's answers of a kind, in batches of at most `most`, each with what it is about.
+
+        Where the server waits for its cohort, they are the answers to this question. Where it does not, they are those
+        that arrive in this round, oldest first, and the server keeps the weights `at` [d] that this question is about
+        until the answers to it have arrived.
+        """
+        desk = self._shared.desk
+        if desk is None:
+            for answers in self.batches(question, most):
+                yield Asked(self.round, self.seed), answers
+            return
+        self._post(desk, question)
+        if at is not None:
+            desk.versions[self.round] = at
+        for asked, found in desk.take(self._shared.row, kind).items():
+            ids = list(found)
+            for chosen in (ids[i : i + (most or len(ids))] for i in range(0, len(ids), most or len(ids))):
+                yield desk.about(asked), Answers({k: found[k] for k in chosen}, {})
+
+    def _post(self, desk: Desk, question: Question | Mapping[int, Question]) -> None:
+        """Ask, and hold the answers. What clients send, and why they fail, is counted when it arrives."""
+        row = self._shared.row
+        own = replace(self._shared, row=with_fields(row, up={}, missing={}))
+        (answers,) = Cohort(self.ids, own).batches(question)
+        self._shared.serial = own.serial
+        row.passes, row.wire_up, row.wire_down = own.row.passes, own.row.wire_up, own.row.wire_down
+        for client, answer in [*answers.items(), *dict.fromkeys(answers.missing).items()]:
+            desk.hold(client, own.row.up.get(str(client), 0), answer, answers.missing.get(client, ""))
 
     def counted(self, clients: Iterable[int]) -> None:
         """Note that these clients, of whom some did not answer to the end, are in the round's result all the same."""
@@ -219,13 +272,14 @@ class Cohort:
         for letter in letters:
             if letter.client not in receiver.answered:
                 missing.setdefault(letter.client, "late: no answer when the question closed")
-        shared.row.missing.update({str(k): reason for k, reason in missing.items()})
+        if shared.desk is None:
+            shared.row.missing.update({str(k): reason for k, reason in missing.items()})
         self.note(**{name: sum(values) / len(values) for name, values in receiver.figures.items()})
         yield Answers(rest, missing)
 
     def _letters(self, questions: Mapping[int, Question], serial: int, missing: dict[int, str]) -> list[Letter]:
         """The questions on their way, without those of clients that drop out."""
-        shared, letters = self._shared, list[Letter]()
+        shared, letters, waited = self._shared, list[Letter](), 0.0
         packed: dict[int, bytes | Loose] = {}
         loose = getattr(shared.engine, "wire", "bytes") == "memory"
         for client, q in sorted(questions.items()):
@@ -234,25 +288,25 @@ class Cohort:
                 packed[id(q)] = message.loose(q) if loose else message.pack(q)
             letter = Letter(q.kind, Envelope(shared.run, self.round, client, serial), packed[id(q)])
             shared.row.count_down(client, len(letter))
-            if fate := self._fate(client, serial):
-                missing[client] = fate
+            fate = self._fate(client, serial)
+            waited = max(waited, fate.seconds)
+            if fate.why:
+                missing[client] = fate.why
             else:
                 letters.append(letter)
+        if shared.sampler.latency and shared.desk is None:
+            shared.row.simulated = (shared.row.simulated or 0.0) + waited
         return letters
 
     def require(self, usable: int, asked: int) -> None:
         """Raise `BelowQuorum` if of the clients asked too few gave an answer that can be used."""
-        needed = min(self._shared.sampler.needed(len(self._shared.row.cohort)), asked)
+        due = len(self._shared.row.cohort)
+        asked = due if self.buffered else asked
+        needed = min(self._shared.sampler.needed(due), asked)
         if usable < needed:
             raise BelowQuorum(f"{usable} of {asked} answers can be used, {needed} are needed")
 
-    def _fate(self, client: int, serial: int) -> str:
-        """Simulated drop-outs and latency: part of the public randomness, so the same on every engine."""
-        sampler = self._shared.sampler
-        if not sampler.drop and not sampler.latency:
-            return ""
-        rng = self.seed.child("client", client, "fate", serial).numpy()
-        if rng.random() < sampler.drop:
-            return "dropped"
-        wait = rng.exponential(sampler.latency) if sampler.latency else 0.0
-        return f"late: {wait:.3g} s" if sampler.deadline is not None and wait > sampler.deadline else ""
+    def _fate(self, client: int, serial: int) -> Fate:
+        """Simulated drop-outs and latency: part of the public randomness, so the same on every engine. Where the server
+        does not wait, all questions of a turn share one fate."""
+        return self._shared.sampler.fate(self.seed, client, 0 if self.buffered else serial)

@@ -78,6 +78,7 @@ class Row(msgspec.Struct, kw_only=True):
     seconds: float = 0.0  # of the clock since the row before: training, evaluation, and waiting for the disk
     evaluating: float = 0.0  # of these, what evaluation took
     saving: float = 0.0  # what it took to write the checkpoint of the round before, beside this round's training
+    simulated: float | msgspec.UnsetType = msgspec.UNSET  # seconds of the simulated clock; absent without latencies
     primary: Primary | msgspec.UnsetType = msgspec.UNSET  # of `metrics`; absent where it is accuracy, or the loss alone
 
     def count_up(self, client: int, size: int) -> None:
@@ -188,6 +189,7 @@ class Ledger:
             "relation": charged and charged.relation,
             "colluders": charged and charged.colluders,
             "batch_norm": self.rows[-1].batch_norm if self.rows else None,
+            "simulated": math.fsum(row.simulated or 0.0 for row in self.rows) or None,
             "seconds": sum(row.seconds for row in self.rows),
             "evaluating": sum(row.evaluating for row in self.rows),
             "saving": sum(row.saving for row in self.rows),

@@ -22,9 +22,12 @@ from fedveil.core.ledger import Row
 from fedveil.core.message import Record
 from fedveil.core.method import Method, State
 from fedveil.core.metrics import ACCURACY, LOSS, VALIDATION
+from fedveil.core.outstanding import SLOT as OUTSTANDING
+from fedveil.core.outstanding import Desk
 from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
+from fedveil.core.timeline import Timeline
 
 
 @dataclass
@@ -45,6 +48,12 @@ class Federation:
 
     def __post_init__(self) -> None:
         self.clients = Clients(self.method, self.task, self.run, self.seed, self.secret, self.identities)
+        self.timeline = None if self.sampler.buffer is None else Timeline(self.sampler, self.task, self.seed)
+        if self.timeline and not getattr(self.engine, "simulated", True):
+            raise ValueError(
+                f"cohort.buffer is {self.sampler.buffer}, which simulates when answers arrive, but the clients of "
+                f"{type(self.engine).__name__} are deployed; leave it out"
+            )
         self.engine.open(self.clients)
         names = [metric.name for metric in self.task.metrics]
         self._measured = {*names, *(VALIDATION + name for name in names)}
@@ -54,7 +63,11 @@ class Federation:
         began = time.perf_counter()
         seed, secret = self.seed.child("round", number), self._private(number)
         ids = self.drawn(number, secret)
-        row = Row(round=number, cohort=list(ids), batch_norm=self.task.norms.policy or None)
+        desk = self._desk(state, number)
+        due = sorted(each.client for each in desk.window.arrivals) if desk else list(ids)
+        row = Row(round=number, cohort=due, batch_norm=self.task.norms.policy or None)
+        if desk and self.sampler.latency:
+            row.simulated = desk.window.seconds
         largest = Turn(max(ids, default=0), self.task.largest, number, rounds, 1, ids, self.task.largest)
         row.memory = self.method.forecast_compute(largest).memory(self.task.layout.size, self.task.activations)
         if self.tally:
@@ -63,11 +76,22 @@ class Federation:
             row.noise, row.relation, row.colluders = promise.sigma, promise.relation, account.colluders
         who = self.clients.identities
         shared = _Round(
-            self.task, self.method, self.engine, self.sampler, self.run, seed, row, rounds, who, secret, self.witness
+            self.task,
+            self.method,
+            self.engine,
+            self.sampler,
+            self.run,
+            seed,
+            row,
+            rounds,
+            who,
+            secret,
+            self.witness,
+            desk,
         )
         cohort, self.exhibits = Cohort(ids, shared), shared.exhibits
         try:
-            if not ids and self.method.min_clients:
+            if not due and self.method.min_clients:
                 raise BelowQuorum("the draw chose nobody")
             with getattr(self.engine, "launching", nullcontext)():  # an engine may launch steps in a way of its own
                 after = self.method.round(state, cohort)
@@ -77,6 +101,8 @@ class Federation:
                 state = after
         except BelowQuorum as error:
             row.events.append(f"below quorum: {error}; the weights stay as they were")
+        if desk:
+            state = state.put(OUTSTANDING, desk.record())
         row.events += getattr(self.engine, "events", list)()  # an engine may have some of its own
         if number % self.evaluate_every == 0 or number == rounds:
             trained = time.perf_counter()
@@ -95,6 +121,13 @@ class Federation:
         row.seconds = time.perf_counter() - began
         return state, row
 
+    def _desk(self, state: State, number: int) -> Desk | None:
+        """What a round takes in where the server does not wait; None where it does."""
+        if self.timeline is None:
+            return None
+        window = self.timeline.window(number)
+        return Desk.opened(number, window, self.sampler, self.seed, state.slots.get(OUTSTANDING))
+
     def evaluated(self, state: State) -> dict[str, float]:
         """The metrics of a state; where batch norm layers stay with the clients, their means over those who have some,
         as far as this process holds the clients' memory."""
@@ -108,10 +141,12 @@ class Federation:
         return {name: math.fsum(metrics[name] for metrics in each) / len(each) for name in each[0]}
 
     def drawn(self, number: int, secret: Seed) -> tuple[int, ...]:
-        """The cohort of a round: public, unless being drawn is what differential privacy hides."""
+        """Who is asked in a round: public, unless being drawn is what differential privacy hides."""
         hidden = self.tally is not None and self.tally.account.everyone
         if hidden:
             return self.sampler.draw(self.task, secret.child("cohort"))
+        if self.timeline:
+            return self.timeline.window(number).asked
         return self.sampler.of_round(self.task, self.seed, number)
 
     def exhausted(self, number: int) -> bool:

@@ -70,6 +70,12 @@ class Method(Exchange):
         """What the model has to allow, by the names in `task.WAYS_OUT`."""
         return (GRADIENTS,)
 
+    @property
+    def waits(self) -> str:
+        """Why a round needs the answers of its whole cohort; empty if it takes them by `cohort.arrivals`, late ones
+        too."""
+        return "it asks a cohort and waits for it"
+
     def no_batch_norm(self, policy: str) -> str:
         """Why the method cannot train batch norm layers under a policy; empty if it can."""
         return "it compares models at fixed running statistics"
@@ -140,6 +146,7 @@ def require_method(thing: Any) -> None:
     raise TypeError(f"{kind} is no method, such as FedAvg(){hint}")
 
 
+IN_TURN = "method.secure sums the answers of one cohort, whose masks cancel only together"
 SUMMED = (
     "proved",
     "with secure: a server that follows the protocol learns the sum over the clients and nothing else about any one; "

@@ -46,7 +46,7 @@ def nothing_learned(ledger: Ledger) -> str:
 
 
 def unanswered(row: Row) -> bool:
-    return bool(row.cohort) and len(row.missing) == len(row.cohort)
+    return bool(row.cohort) and all(str(client) in row.missing for client in row.cohort)
 
 
 def _skipped(row: Row) -> bool:

@@ -9,6 +9,7 @@ from fedveil.core.method import Method, State, require_method
 from fedveil.core.sampling import CohortSampler
 from fedveil.core.seeds import Seed
 from fedveil.core.task import Task
+from fedveil.core.timeline import asked_each_round
 
 TRIAL = 100.0  # noise from which the noise that suffices is scaled
 
@@ -40,8 +41,23 @@ def settled_like(method: Method, other: Method) -> Method:
 
 def _most_asked(task: Task, cohort: CohortSampler, rounds: int, seed: Seed) -> int:
     """How often the client that is drawn most often is asked."""
-    drawn = Counter(k for n in range(1, rounds + 1) for k in cohort.of_round(task, seed, n))
+    drawn = Counter(k for asked in asked_each_round(cohort, task, seed, rounds) for k in asked)
     return max(drawn.values(), default=1)
+
+
+def _validate_buffer(task: Task, method: Method, cohort: CohortSampler) -> None:
+    """Raise a ValueError if the server is not to wait for a cohort, and the method or the task needs it to."""
+    if cohort.buffer is None:
+        return
+    if why := method.waits:
+        raise ValueError(
+            f"cohort.buffer is {cohort.buffer}, but {method.name} cannot use late answers: {why}; leave it out"
+        )
+    if cohort.buffer > len(task.clients):
+        raise ValueError(
+            f"cohort.buffer is {cohort.buffer}, but a buffer holds one answer of each client at most, and there are "
+            f"{len(task.clients)}; use fewer"
+        )
 
 
 def private_root(number: int) -> Seed:
@@ -57,6 +73,7 @@ def init_state(task: Task, method: Method, cohort: CohortSampler) -> State:
             f"{method.name} with these settings needs at least {method.min_clients} clients per round, but a round has "
             f"at most {largest}; raise cohort.size"
         )
+    _validate_buffer(task, method, cohort)
     if account := method.account(task, cohort):
         account.validate()
         if account.everyone and cohort.seed is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from msgspec.structs import replace
+from msgspec.structs import replace as with_fields
 from torch import Tensor
 
 from fedveil.codecs.base import Codec
@@ -19,6 +19,7 @@ from fedveil.core.cohort import Answers, Cohort
 from fedveil.core.forecast import Compute, Turn
 from fedveil.core.message import Answer, Question, Refused, Size
 from fedveil.core.method import State
+from fedveil.core.seeds import Seed
 from fedveil.core.stack import ClientStack, at_once
 from fedveil.core.task import Task
 from fedveil.gpu.graphs import one_thread
@@ -56,22 +57,25 @@ class Decoded(Uplink):
 
     def collect(self, state: State, cohort: Cohort, question: Question, at: Tensor) -> Total:
         with one_thread():  # a batch is small, and threads that wait for the next one take cores from training
-            return self._collect(cohort, question, at)
+            codes_differ = cohort.buffered and self.coded  # what is a code in one round is none in another
+            return (replace(self, coded=False) if codes_differ else self)._collect(cohort, question, at)
 
     def _collect(self, cohort: Cohort, question: Question, at: Tensor) -> Total:
         merged = Merged(self.aggregator, self._width(cohort.task))
         told: dict[str, dict[int, float]] = {name: {} for name, _ in self.payloads.scalars}
         answered = 0
-        for answers in cohort.batches(question, self._at_once(cohort.task)):
-            usable = self.usable(answers, cohort)
-            rows, clients = self.decoded(usable, cohort, at)
-            kept = [usable[k] for k in clients]
+        batches = self._arrived(cohort, question, at)
+        for batch in _joined(list(batches)) if self.needs_all else batches:
+            rows, kept = batch.rows, list(batch.answers.values())
+            if self.limited and kept:
+                each = {name: dict(zip(batch.answers, vectors, strict=True)) for name, vectors in rows.items()}
+                rows = {name: torch.stack(shortened(cohort, name, own)) for name, own in each.items()}
             weights = torch.tensor([a.records for a in kept], device=at.device) if self.payloads.counted else None
             statistics = schema.stack(kept, "statistics").to(at.device) if self.payloads.statistics and kept else None
             merged.add(rows, weights, statistics)
-            for name, each in told.items():
-                each.update({k: getattr(usable[k], name) for k in clients})
-            answered += len(answers)
+            for name, own in told.items():
+                own.update({k: getattr(answer, name) for k, answer in batch.answers.items()})
+            answered += batch.answered
         if self.aggregator.quorum:
             cohort.require(answered, len(cohort))
             cohort.require(merged.clients, len(cohort))
@@ -105,13 +109,25 @@ class Decoded(Uplink):
             return None
         return max(1, at_once(task) // len(self.payloads.vectors))
 
-    def usable(self, answers: Answers, cohort: Cohort) -> dict[int, Any]:
-        """The answers that can be decoded, by client; others are rejected by name."""
+    def _arrived(self, cohort: Cohort, question: Question, at: Tensor) -> Iterator[Batch]:
+        """The answers of a round, batch by batch. Late ones are decoded at the weights that they are about, and their
+        vectors are scaled for their staleness."""
+        kept = at if self.codec.at_weights else None
+        for asked, answers in cohort.arrivals(question, self.payloads.record, kept, self._at_once(cohort.task)):
+            usable = self.usable(answers, cohort, asked.seed)
+            rows, clients = self.decoded(usable, cohort, at if asked.at is None else asked.at)
+            if asked.weight != 1:
+                rows = {name: vectors * asked.weight for name, vectors in rows.items()}
+            yield Batch(rows, {k: usable[k] for k in clients}, len(answers))
+
+    def usable(self, answers: Answers, cohort: Cohort, seed: Seed) -> dict[int, Any]:
+        """The answers that can be decoded, by client; others are rejected by name. They are of the round with this
+        public seed."""
         usable = {}
         for client, answer in answers.items():
             try:
                 for name in self.payloads.vectors:
-                    self._check(cohort, self.codec.for_client(client), self.payloads.part(answer, name))
+                    self._check(cohort.task, seed, self.codec.for_client(client), self.payloads.part(answer, name))
                 if self.payloads.statistics:
                     cohort.task.norms.check(answer.statistics.cpu())
                 usable[client] = answer
@@ -119,12 +135,14 @@ class Decoded(Uplink):
                 cohort.reject(client, error)
         return usable
 
-    def _check(self, cohort: Cohort, codec: Codec, payload: Any) -> None:
-        """Raise `Refused` if a payload cannot be decoded, or is not of this round."""
-        codec.check(cohort.task, payload)
-        for name, value in codec.shared(cohort.seed).items():
+    def _check(self, task: Task, seed: Seed, codec: Codec, payload: Any) -> None:
+        """Raise `Refused` if a payload cannot be decoded, or is not of the round with this public seed."""
+        codec.check(task, payload)
+        for name, value in codec.shared(seed).items():
             if getattr(payload, name) != value:
-                raise Refused("out of step", f"the {name} of the message is not that of this round")
+                raise Refused(
+                    "out of step", f"the {name} of the message is not that of the round in which it was asked"
+                )
 
     def decoded(self, usable: Mapping[int, Any], cohort: Cohort, at: Tensor) -> tuple[dict[str, Tensor], list[int]]:
         """Vectors [m, d] by name, decoded at the weights the clients had, or their codes [m, K], and whose they are. A
@@ -142,9 +160,6 @@ class Decoded(Uplink):
         clients = [client for client, fine in zip(usable, finite.tolist(), strict=True) if fine]
         if len(clients) < len(usable):
             rows = {name: vectors[finite] for name, vectors in rows.items()}
-        if self.limited and clients:
-            each = {name: dict(zip(clients, vectors, strict=True)) for name, vectors in rows.items()}
-            rows = {name: torch.stack(shortened(cohort, name, own)) for name, own in each.items()}
         return rows, clients
 
     def _read(self, task: Task, payloads: Sequence[Any], at: Tensor) -> Tensor:
@@ -178,6 +193,25 @@ class Decoded(Uplink):
     def forecast_compute(self, turn: Turn) -> Compute:
         once = self.codec.for_client(turn.client).forecast_compute(turn.records)
         return sum([once] * (len(self.payloads.vectors) - 1), start=once)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Vectors [m, d] by name, the answers of their clients in the same order, and how many there were with unusable
+    ones."""
+
+    rows: Mapping[str, Tensor]
+    answers: Mapping[int, Any]
+    answered: int
+
+
+def _joined(batches: list[Batch]) -> list[Batch]:
+    """All of them as one, as a median needs them."""
+    if len(batches) < 2:
+        return batches
+    rows = {name: torch.cat([each.rows[name] for each in batches]) for name in batches[0].rows}
+    answers = {client: answer for each in batches for client, answer in each.answers.items()}
+    return [Batch(rows, answers, sum(each.answered for each in batches))]
 
 
 class Merged:
@@ -255,7 +289,7 @@ def _released(
     for transform in release:
         codes = transform.client(stack, codes)
     return {
-        name: [replace(payload, **{codec.code_field: row}) for payload, row in zip(rows, codes[name], strict=True)]
+        name: [with_fields(payload, **{codec.code_field: row}) for payload, row in zip(rows, codes[name], strict=True)]
         for name, rows in parts.items()
     }
 

@@ -6,18 +6,21 @@ of the server's rate goes by the number of the step, which both know, and not by
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
+import torch
 from msgspec import Meta
 from torch import Tensor
 
 from fedveil.core import message, schema
 from fedveil.core.message import Record, Shape
 from fedveil.core.method import State
+from fedveil.core.sampling import MOST_STALENESS
 from fedveil.core.task import Task
 from fedveil.links.steps import Steps
 
+MOST_KEYS = MOST_STALENESS + 1  # of a step: one for each version of the weights that answers are about
 Key = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -29,18 +32,45 @@ class Step(Record, frozen=True):
     coefficients: Annotated[Tensor, Shape(("directions",))]
 
 
-def replay(
-    initial: Callable[[Task], State], take: Callable[[Task, State, Step, int], State], max_directions: int
-) -> Steps:
-    """Steps that `take` takes from the state of `initial`, of at most so many coefficients."""
+@message.kind
+class MixedStep(Record, frozen=True):
+    """A step made of answers about several versions of the weights: the gradient is Σ_j Σ_k c_jk z_jk, with directions
+    z_jk of key j."""
 
-    def read(task: Task, frame: bytes) -> Step:
-        step, _ = message.unframe(frame, {Step.kind: Step}, schema.size_limit(Step, {"directions": max_directions}))
-        assert isinstance(step, Step)
-        schema.check(step, {"directions": min(step.coefficients.numel(), max_directions)})
+    keys: Annotated[list[Key], Meta(min_length=1, max_length=MOST_KEYS)]
+    coefficients: Annotated[Tensor, Shape(("keys", "directions"))]
+
+
+def step_of(keys: Sequence[int], coefficients: Sequence[Tensor]) -> Step | MixedStep:
+    """The step along the directions of these keys. Rows of coefficients are of one length."""
+    if len(keys) == 1:
+        return Step(keys[0], coefficients[0])
+    return MixedStep(list(keys), torch.stack(list(coefficients)))
+
+
+def replay(
+    initial: Callable[[Task], State],
+    take: Callable[[Task, State, Sequence[int], Sequence[Tensor], int], State],
+    max_directions: int,
+) -> Steps:
+    """Steps from the state of `initial`, of at most so many coefficients a key. `take` takes one, from its keys and
+    their coefficients."""
+
+    def read(task: Task, frame: bytes) -> Step | MixedStep:
+        kind: type[Step | MixedStep] = MixedStep if message.envelope(frame)[0] == MixedStep.kind else Step
+        limit = schema.size_limit(kind, {"keys": MOST_KEYS, "directions": max_directions})
+        step, _ = message.unframe(frame, {kind.kind: kind}, limit)
+        assert isinstance(step, Step | MixedStep)
+        keys = len(step.keys) if isinstance(step, MixedStep) else 1
+        schema.check(step, {"keys": keys, "directions": min(step.coefficients.numel() // keys, max_directions)})
         return step
 
-    return Steps(initial, read, take, moments=True)
+    def taken(task: Task, now: State, step: Step | MixedStep, number: int) -> State:
+        if isinstance(step, Step):
+            return take(task, now, [step.key], [step.coefficients], number)
+        return take(task, now, step.keys, list(step.coefficients), number)
+
+    return Steps(initial, read, taken, moments=True)
 
 
 def longest(max_directions: int) -> int:

@@ -90,6 +90,11 @@ class Averaging(Method):
         """Return whether the method replaces any of the functions by which FedAvg's clients train."""
         return any(getattr(type(self), f) is not getattr(Averaging, f) for f in ("trainer", "correction", "trained"))
 
+    @property
+    def own_step(self) -> bool:
+        """Return whether the method replaces any of the functions by which FedAvg's server steps."""
+        return any(getattr(type(self), f) is not getattr(Averaging, f) for f in ("round", "step", "combine"))
+
     def broadcast(self, state: State) -> dict[str, Tensor]:
         """Return the values of `broadcasts` for this round."""
         return {}
@@ -223,6 +228,10 @@ class Averaging(Method):
     @property
     def needs(self) -> tuple[str, ...]:
         return *self.trainer.needs, *(need for codec in self.codecs for need in codec.needs)
+
+    @property
+    def waits(self) -> str:
+        return rules.waits(self)
 
     def no_batch_norm(self, policy: str) -> str:
         return rules.no_statistics(self) if policy == "federated" else rules.no_norms(self)

@@ -85,6 +85,10 @@ class Options(Protocol):
         """Whether clients train in another way than FedAvg's."""
 
     @property
+    def own_step(self) -> bool:
+        """Whether the server steps in another way than FedAvg's."""
+
+    @property
     def trainer(self) -> Trainer:
         """What clients do with their records."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from fedveil.core.method import IN_TURN
 from fedveil.core.sampling import CohortSampler
 from fedveil.core.task import Task
 from fedveil.gpu.host import free_memory
@@ -251,6 +252,21 @@ def no_statistics(m: Options) -> str:
     if m.up.in_code_space:
         return f"{m.up.name}'s messages have no room for running statistics"
     return no_norms(m)
+
+
+def waits(m: Options) -> str:
+    """Why a round needs the answers of its whole cohort at once; empty if it takes late ones too."""
+    if m.secure:
+        return IN_TURN
+    if _noised_sum(m):
+        return (
+            "the ε of method.user_privacy is of cohorts that chance draws in each round, and a buffer holds who is fast"
+        )
+    if m.up.in_code_space:
+        return f"the server averages {m.up.name}'s codes unseen, and codes of different rounds have no mean"
+    if m.full_rounds:
+        return "answers to ordinary questions would arrive in method.full_rounds"
+    return f"{m.name}'s server step takes updates of one version of the weights" if m.own_step else ""
 
 
 def validate_on(m: Options, task: Task) -> None:

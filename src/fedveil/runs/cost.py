@@ -60,8 +60,9 @@ def cost(task: Task, recipe: Recipe) -> dict[str, Any]:
 
 def _cohorts(task: Task, recipe: Recipe) -> list[tuple[int, ...]]:
     """Who takes part in each round, as the recipe's seed draws it."""
-    rounds = Seed.root(recipe.seed)
-    return [recipe.cohort.of_round(task, rounds, n + 1) for n in range(recipe.rounds)]
+    from fedveil.core.timeline import asked_each_round
+
+    return list(asked_each_round(recipe.cohort, task, Seed.root(recipe.seed), recipe.rounds))
 
 
 def _privacy(task: Task, recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
@@ -125,6 +126,11 @@ def _notes(task: Task, recipe: Recipe, turns: Sequence[Turn]) -> list[str]:
         notes.append(f"{method.name} forecasts no passes; if it trains, override its forecast_compute.")
     if recipe.cohort.drop or recipe.cohort.deadline is not None:
         notes.append("Clients drop out or are late in this recipe; the figures are for all of them answering.")
+    if recipe.cohort.buffer is not None:
+        notes.append(
+            "The server does not wait for a cohort: figures are of every client that is asked, and count answers that "
+            "are on their way when the run ends. With replay, steps that mix versions of the weights are longer."
+        )
     if recipe.target is not None:
         notes.append(
             f"The run ends before its {recipe.rounds} rounds if it reaches its target {recipe.task.primary.words}."

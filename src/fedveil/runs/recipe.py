@@ -165,6 +165,11 @@ class Recipe:
             )
         if self.cohort.kind == "weighted":
             raise ValueError("cohort.kind is 'weighted', but a server does not know who holds how much; use uniform")
+        if self.cohort.buffer is not None:
+            raise ValueError(
+                f"cohort.buffer is {self.cohort.buffer}, which simulates when answers arrive, but a deployed server "
+                "waits for its cohort; leave it out, and set cohort.deadline"
+            )
         if self.method.over(self.rounds) != self.method:
             raise ValueError(
                 "a schedule is 'cosine', but a deployed client does not know the number of rounds; set schedule_rounds"

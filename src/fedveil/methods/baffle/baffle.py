@@ -19,12 +19,12 @@ from fedveil.core.directions import order, words
 from fedveil.core.exchange import Handler
 from fedveil.core.forecast import Compute, Turn
 from fedveil.core.message import Answer, Count, Question, Refused, Shape, Size, Weights
-from fedveil.core.method import SUMMED, About, Method, State
+from fedveil.core.method import IN_TURN, SUMMED, About, Method, State
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.core.version import ADDED
 from fedveil.gpu.graphs import one_thread
-from fedveil.links.replay import Key, Step, longest, replay
+from fedveil.links.replay import Key, longest, replay, step_of
 from fedveil.links.steps import CatchUp, Steps, Version
 from fedveil.methods.about import PRIVATE
 from fedveil.methods.baffle import private
@@ -152,6 +152,10 @@ class Baffle(Estimate, Method):
         return self.secure.min_clients if self.secure else 1
 
     @property
+    def waits(self) -> str:
+        return IN_TURN if self.secure else ""
+
+    @property
     def promise(self) -> DpSgd | None:
         return self.privacy
 
@@ -188,10 +192,12 @@ class Baffle(Estimate, Method):
         keys, coefficients = self.probed(now, cohort)
         if self.centered:  # the mean of K - 1 degrees of freedom: the estimate stays unbiased
             coefficients = [(c - c.mean()) * (len(c) / (len(c) - 1)) for c in coefficients]
-        number = self.steps.version(now) + 1 if self.down == "replay" else cohort.round
-        after = self.take(cohort.task, now, keys, coefficients, number)
-        if self.down == "replay":
-            after = self.steps.record(now, after, Step(keys[0], coefficients[0]), cohort)
+        if self.down == "weights":
+            return self.server.published(state, self.take(cohort.task, now, keys, coefficients, cohort.round))
+        longest = max(map(len, coefficients))  # clients take the step that the server takes, zeros and all
+        coefficients = [F.pad(row, (0, longest - len(row))) for row in coefficients]
+        after = self.take(cohort.task, now, keys, coefficients, self.steps.version(now) + 1)
+        after = self.steps.record(now, after, step_of(keys, coefficients), cohort)
         return self.server.published(state, after)
 
     def probed(self, now: State, cohort: Cohort) -> tuple[list[int], list[Tensor]]:
@@ -201,13 +207,17 @@ class Baffle(Estimate, Method):
             mean = ask_sum(cohort, self.question(now, key, self.directions), self._sum).mean("slopes")
             return [key], [mean / self.fewest]
         made = {k: self.question(now, key, k) for k in {self.count(client) for client in cohort.ids}}
-        answers = cohort.ask({client: made[self.count(client)] for client in cohort.ids})
-        told = {client: answer.slopes for client, answer in answers.items()}
-        slopes, records = shortened(cohort, "slopes", told), [answer.records for answer in answers.values()]
-        if self.seeds == "shared":
-            return [key], [_mean(list(zip(slopes, records, strict=True)))]
-        own: list[int] = words(torch.tensor([key]), torch.tensor(list(answers))).tolist()
-        return own, [row * (n / sum(records) / len(row)) for row, n in zip(slopes, records, strict=True)]
+        asked = {client: made[self.count(client)] for client in cohort.ids}
+        arrived = [(about, k, answer) for about, own in cohort.arrivals(asked, Slopes) for k, answer in own.items()]
+        cohort.require(len(arrived), len(cohort))
+        told = {client: answer.slopes * about.weight for about, client, answer in arrived}
+        slopes, total = shortened(cohort, "slopes", told), sum(answer.records for *_, answer in arrived)
+        rows = [(key_of(about.seed), k, own, a.records) for (about, k, a), own in zip(arrived, slopes, strict=True)]
+        if self.seeds == "shared":  # but by those who were asked in one round
+            keys = list(dict.fromkeys(row[0] for row in rows))
+            return keys, [_mean([(own, n) for k, _, own, n in rows if k == each], total) for each in keys]
+        every: list[int] = words(*(torch.tensor([row[i] for row in rows]) for i in (0, 1))).tolist()
+        return every, [own * (n / total / len(own)) for _, _, own, n in rows]
 
     def question(self, now: State, key: int, count: int) -> Question:
         if self.down == "replay":
@@ -307,10 +317,7 @@ class Baffle(Estimate, Method):
 
     @property
     def steps(self) -> Steps:
-        def take(task: Task, now: State, step: Step, number: int) -> State:
-            return self.take(task, now, [step.key], [step.coefficients], number)
-
-        return replay(lambda task: self.server.init_state(task.initial), take, self.directions)
+        return replay(lambda task: self.server.init_state(task.initial), self.take, self.directions)
 
     def schema(self, task: Task, question: Question, client: int) -> Mapping[str, Size]:
         sizes = {**task.sizes, **question.sizes()}
@@ -332,10 +339,10 @@ class Baffle(Estimate, Method):
         return Compute(records * self.passes(self.count(turn.client)), 3, records)
 
 
-def _mean(answers: Sequence[tuple[Tensor, int]]) -> Tensor:
+def _mean(answers: Sequence[tuple[Tensor, int]], records: int | None = None) -> Tensor:
     """Coefficients c_k = Σ_c (N_c / N) s_ck / K_c [K] of the estimate Σ c_k z_k, where client c probed K_c directions:
-    the mean by records of the clients' own means (eq. 7)."""
-    longest, records = max(len(slopes) for slopes, _ in answers), sum(n for _, n in answers)
+    the mean by records of the clients' own means (eq. 7). N counts records of other answers too, where it is given."""
+    longest, records = max(len(slopes) for slopes, _ in answers), records or sum(n for _, n in answers)
     total = torch.zeros(longest, dtype=torch.float64)
     for slopes, n in answers:
         total[: len(slopes)] += slopes.double() * (n * (longest / len(slopes)))
