@@ -14,6 +14,7 @@ choose    whether variants are tested on a tenth of the training records, held o
 seeds     0, 1 and 2 by default
 metrics   numbers of the ledger to show beside the accuracy, as means over the rounds
 shows     what the table shows, in a few sentences
+imports   modules beside this one that define methods of the variants
 variants  name -> changes; the first may name another recipe instead of a change
 """
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import multiprocessing
 import statistics
@@ -61,6 +63,7 @@ class Ablation:
     choose: bool = False
     seeds: tuple[int, ...] = (0, 1, 2)
     metrics: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
     shows: str = ""
 
     @classmethod
@@ -68,6 +71,8 @@ class Ablation:
         return cls(name, **tomllib.loads((HERE / f"{name}.toml").read_text(encoding="utf-8")))
 
     def plan(self, variant: str, seed: int, toy: bool = False) -> Recipe:
+        for module in self.imports:
+            importlib.import_module(module)
         source, changes = self.recipe, self.variants[variant]
         if changes and "=" not in changes[0]:
             source, changes = changes[0], changes[1:]
