@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
+import importlib.util
 import json
 import multiprocessing
 import statistics
 import subprocess
+import sys
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -72,7 +73,7 @@ class Ablation:
 
     def plan(self, variant: str, seed: int, toy: bool = False) -> Recipe:
         for module in self.imports:
-            importlib.import_module(module)
+            imported(module)
         source, changes = self.recipe, self.variants[variant]
         if changes and "=" not in changes[0]:
             source, changes = changes[0], changes[1:]
@@ -83,6 +84,16 @@ class Ablation:
         """What is in `NAME.json`; empty where there is none."""
         path = HERE / f"{self.name}.json"
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def imported(module: str) -> None:
+    """Import a module beside this one, once."""
+    if module not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module, HERE.parent / f"{module}.py")
+        assert spec
+        assert spec.loader
+        sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module])
 
 
 def part(whole: data.Data, records: int | None, choose: bool) -> data.Data:
