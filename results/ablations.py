@@ -14,6 +14,7 @@ choose    whether variants are tested on a tenth of the training records, held o
 seeds     0, 1 and 2 by default
 metrics   numbers of the ledger to show beside the accuracy, as means over the rounds
 shows     what the table shows, in a few sentences
+imports   modules beside this one that define methods of the variants
 variants  name -> changes; the first may name another recipe instead of a change
 """
 
@@ -21,10 +22,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import multiprocessing
 import statistics
 import subprocess
+import sys
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -61,6 +64,7 @@ class Ablation:
     choose: bool = False
     seeds: tuple[int, ...] = (0, 1, 2)
     metrics: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
     shows: str = ""
 
     @classmethod
@@ -68,6 +72,8 @@ class Ablation:
         return cls(name, **tomllib.loads((HERE / f"{name}.toml").read_text(encoding="utf-8")))
 
     def plan(self, variant: str, seed: int, toy: bool = False) -> Recipe:
+        for module in self.imports:
+            imported(module)
         source, changes = self.recipe, self.variants[variant]
         if changes and "=" not in changes[0]:
             source, changes = changes[0], changes[1:]
@@ -78,6 +84,16 @@ class Ablation:
         """What is in `NAME.json`; empty where there is none."""
         path = HERE / f"{self.name}.json"
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def imported(module: str) -> None:
+    """Import a module beside this one, once."""
+    if module not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module, HERE.parent / f"{module}.py")
+        assert spec
+        assert spec.loader
+        sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module])
 
 
 def part(whole: data.Data, records: int | None, choose: bool) -> data.Data:

@@ -233,6 +233,7 @@ SECTIONS = {
     "The split": (SplitSpec, "split."),
     "The cohort": (fv.CohortSampler, "cohort."),
     "Local training": (fv.LocalTraining, "method.local."),
+    "Local steps": (fv.LocalSteps, "method.local."),
     "The server's optimizer": (fv.ServerOptimizer, "method.server."),
     "The aggregator": (fv.Aggregator, "method.aggregator."),
     "The secure sum": (fv.SecureSum, "method.secure."),

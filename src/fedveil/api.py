@@ -33,6 +33,7 @@ from fedveil.many import Runs, run_many
 from fedveil.methods.averaging import Averaging
 from fedveil.methods.baffle.baffle import Baffle
 from fedveil.methods.baffle.epochs import BaffleEpochs
+from fedveil.methods.baffle.local import LocalSteps
 from fedveil.methods.fedavg import FedAvg
 from fedveil.methods.feddyn import FedDyn
 from fedveil.methods.fedprox import FedProx
@@ -82,6 +83,7 @@ __all__ = [
     "Federation",
     "Half",
     "Ledger",
+    "LocalSteps",
     "LocalTraining",
     "Method",
     "Metric",

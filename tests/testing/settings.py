@@ -55,6 +55,7 @@ VARIANTS: dict[str, fv.Method] = {
     "fair codes": fv.QFedAvg(up=FEDAGE),
     "dynamic, secure": fv.FedDyn(secure=SECURE),
     "replayed": fv.Baffle(directions=8, down="replay"),
+    "local steps, replayed": fv.Baffle(directions=8, local=fv.LocalSteps(4, 4), down="replay"),
     "private surrogates": replace(FEDLAP, region="constant", weighting="equal", init="noise", privacy=DP),
 }
-ROUGH = {"baffle": CLEAR, "baffle-epochs": CLEAR, "replayed": CLEAR}
+ROUGH = {"baffle": CLEAR, "baffle-epochs": CLEAR, "replayed": CLEAR, "local steps, replayed": CLEAR}

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from fedveil.attacks.seen import Estimate, Seen
 from fedveil.core.directions import words
-from fedveil.methods.baffle.baffle import Baffle, Probe, ProbeHere, Slopes
+from fedveil.methods.baffle.baffle import Baffle
 from fedveil.methods.baffle.estimate import key_of
 from fedveil.methods.baffle.probing import Prober
+from fedveil.methods.baffle.questions import Probe, ProbeHere, Slopes
 from fedveil.runs.messages import KeptRound
 
 RIDGE = 16 * 2.0**-52  # a row, of the mean of the diagonal: what keeps a singular system solvable in float64

@@ -278,6 +278,8 @@ SUMMED = {"secure": fv.SecureSum(clip=16.0)}
         SUMMED,
         {**SUMMED, "down": "replay"},
         {**SUMMED, "weak": 20},
+        {"local": fv.LocalSteps(5, 8), "batch": 7},
+        {"local": fv.LocalSteps(10, 8), **SUMMED, "down": "replay"},
         {"privacy": fv.DpSgd(delta=1e-3), "batch": 7},
         {"privacy": fv.DpSgd(delta=1e-3), "batch": 7, **SUMMED},
     ],

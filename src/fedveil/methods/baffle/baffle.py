@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from msgspec import Meta
 from torch import Tensor
 
-from fedveil.core import message
 from fedveil.core.capability import FORWARD_PASSES
 from fedveil.core.cohort import Cohort
 from fedveil.core.directions import order, words
 from fedveil.core.exchange import Handler
 from fedveil.core.forecast import Compute, Turn
-from fedveil.core.message import Answer, Count, Question, Refused, Shape, Size, Weights
+from fedveil.core.message import Question, Refused, Size
 from fedveil.core.method import IN_TURN, SUMMED, About, Method, State
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.core.version import ADDED
 from fedveil.gpu.graphs import one_thread
-from fedveil.links.replay import Key, longest, replay, step_of
-from fedveil.links.steps import CatchUp, Steps, Version
+from fedveil.links.replay import longest, replay, step_of
+from fedveil.links.steps import CatchUp, Steps
 from fedveil.methods.about import PRIVATE
 from fedveil.methods.baffle import private
 from fedveil.methods.baffle.estimate import Estimate, key_of
+from fedveil.methods.baffle.local import LocalSteps
 from fedveil.methods.baffle.probing import forward_only
+from fedveil.methods.baffle.questions import Probe, ProbeHere, Slopes
 from fedveil.privacy.account import Account
 from fedveil.privacy.dpsgd import DpSgd
 from fedveil.privacy.secagg.client import stages
@@ -38,53 +38,18 @@ from fedveil.privacy.secagg.settings import SecureSum
 from fedveil.train.aggregators import shortened
 from fedveil.train.optimizers import ServerOptimizer
 
-K = Annotated[int, Meta(ge=1, le=10**6)]
 PAPER = "Feng et al., BAFFLE: A Baseline of Backpropagation-Free Federated Learning"
-
-
-@message.kind
-class Slopes(Answer, frozen=True):
-    """How the client's mean loss changes along each direction, and the number of records behind it."""
-
-    additive = True
-    slopes: Annotated[Tensor, Shape(("directions",))]
-    records: Count = 1
-
-
-@message.kind
-class Probe(Question, frozen=True):
-    """Probe these weights along the first so many directions of this key."""
-
-    reply = Slopes
-    weights: Weights
-    key: Key
-    directions: K
-
-    def sizes(self) -> dict[str, Size]:
-        return {"directions": self.directions}
-
-
-@message.kind
-class ProbeHere(Question, frozen=True):
-    """The same with the weights you hold, which are those of this version."""
-
-    reply = Slopes
-    version: Version
-    key: Key
-    directions: K
-
-    def sizes(self) -> dict[str, Size]:
-        return {"directions": self.directions}
 
 
 @dataclass(frozen=True)
 class Baffle(Estimate, Method):
     """Backpropagation-free federated learning (BAFFLE, algorithm 1): the K slopes of a batch go up, as in FedSGD.
 
-    batch:   records that a client draws for a question; None: all it has
+    batch:   records that a client draws for a question, and for each of its local steps; None: all it has
     centered: subtract the mean of a round's K coefficients. With forward differences, all slopes share half the
              curvature's trace times σ and the rounding of the loss at the weights, which point nowhere
     down:    "weights", or "replay": the K coefficients of the server's step, which clients regrow
+    local:   local steps along a round's K directions; None: all slopes are measured at the server's weights
     secure:  learn sums only, through the secure sum
     privacy: clip each record's slopes and add noise; `batch` records are then drawn on average, by Poisson sampling
     """
@@ -116,6 +81,7 @@ class Baffle(Estimate, Method):
     batch: int | None = None
     centered: bool = field(default=False, metadata=ADDED)
     down: str = "weights"
+    local: LocalSteps | None = field(default=None, metadata=ADDED)
     server: ServerOptimizer = field(default_factory=lambda: ServerOptimizer("adam", 0.01, tau=1e-8))
     secure: SecureSum | None = None
     privacy: DpSgd | None = None
@@ -131,6 +97,8 @@ class Baffle(Estimate, Method):
                 "method.centered subtracts the mean of slopes along the same directions, at least 2; set "
                 "method.directions to 2 or more and leave method.weak out"
             )
+        if self.local:
+            self.local.validate(self.directions, self.privacy is not None, self.seeds == "own" or self.weak is not None)
         if self.down == "replay" and self.seeds != "shared":
             raise ValueError('method.down is "replay", which repeats K shared slopes; it needs seeds "shared"')
         if self.privacy and (self.precision != "float32" or self.losses != "float64"):
@@ -274,6 +242,8 @@ class Baffle(Estimate, Method):
             stack.passes += int(np.minimum(batch, stack.rows.counts).sum()) * self.passes(count)
             found = private.answer(self.privacy, self.prober(task), stack, w, own, count, batch)
             return [Slopes(row) for row in found.cpu()]
+        if self.local:
+            return self._walked(self.local, stack, w, key, keys, count)
         index, mask = self.drawn(stack, keys)
         stack.reveal(records=[own[here > 0] for own, here in zip(index, mask, strict=True)])
         mask = mask / mask.sum(1, keepdim=True)
@@ -288,11 +258,29 @@ class Baffle(Estimate, Method):
             slopes = self.prober(task).slopes(weights, keys, x, y, share, count).reshape(len(stack), count).cpu()
         return [Slopes(row, int(n)) for row, n in zip(slopes, stack.rows.counts, strict=True)]
 
+    def _walked(
+        self, local: LocalSteps, stack: ClientStack, w: Tensor, key: int, keys: Tensor, count: int
+    ) -> list[Slopes]:
+        """The answers of clients that take local steps, each with a draw of records of its own."""
+        task = stack.task
+        drawn = [self.drawn(stack, words(keys, torch.tensor([step]))) for step in range(local.steps)]
+        rows = [torch.cat([index[i][mask[i] > 0] for index, mask in drawn]) for i in range(len(stack))]
+        stack.reveal(records=rows)
+        stack.passes += sum(map(len, rows)) * self.passes(local.directions)
+        batches = ((task.x[index], task.y[index], mask.to(task.device)) for index, mask in drawn)
+        with forward_only(task.device):
+            slopes = local.slopes(self.prober(task), w, key, batches, count).cpu()
+        return [Slopes(row, int(n)) for row, n in zip(slopes, stack.rows.counts, strict=True)]
+
     def asked(self, question: Probe | ProbeHere) -> int:
         """K of a question, unless it is more work than the recipe says."""
         if question.directions > self.directions:
             raise Refused(
                 "too large", f"{question.directions} directions are asked for, {self.directions} are answered"
+            )
+        if self.local and question.directions < self.directions:
+            raise Refused(
+                "wrong field", f"{question.directions} directions are asked for, local steps use {self.directions}"
             )
         return question.directions
 
@@ -336,6 +324,8 @@ class Baffle(Estimate, Method):
 
     def forecast_compute(self, turn: Turn) -> Compute:
         records = min(self.batch or turn.records, turn.records)
+        if self.local:
+            return Compute(self.local.steps * records * self.passes(self.local.directions), 4, records)
         return Compute(records * self.passes(self.count(turn.client)), 3, records)
 
 

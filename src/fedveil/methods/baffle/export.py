@@ -28,6 +28,8 @@ def export(task: Task, method: Baffle, folder: Path, quantise: bool = False) -> 
             'the edge client answers from full weights, in the clear and without noise; set method.down="weights" and '
             "leave method.secure and method.privacy out"
         )
+    if method.local:
+        raise ValueError("the edge client takes no local steps; leave method.local out")
     if task.loss is not cross_entropy or task.data.y.dim() != 1:
         raise ValueError("the edge client knows the loss 'cross-entropy' with one label a record, and no other")
     places = method.places(task)

@@ -68,15 +68,23 @@ class Prober:
 
     def gradient(self, w: Tensor, keys: Tensor, x: Tensor, y: Tensor, mask: Tensor, count: int) -> Tensor:
         """The estimate of each client's gradient of its mean loss, [G, d] (eq. 6); `mask` [G, B] is 0 for padding."""
+        return self.along(w, keys, x, y, mask, 0, count)[1]
+
+    def along(
+        self, w: Tensor, keys: Tensor, x: Tensor, y: Tensor, mask: Tensor, first: int, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Slopes of each client's mean loss along directions first … first + count - 1, [G, count], and the estimate of
+        its gradient that they make, [G, d]."""
         share = (mask / mask.sum(1, keepdim=True).clamp(min=1))[..., None]
-        total = w.new_zeros(len(w), self.directions.size)
-        for rows, slope in self._walk(w, keys, x, y, share, count):
+        total, slopes = w.new_zeros(len(w), self.directions.size), list[Tensor]()
+        for rows, slope in self._walk(w, keys, x, y, share, count, first):
+            slopes.append(slope[:, 0])
             for span, z in rows:
                 along = z.mul_(slope) if self.by_layer else slope @ z  # of one direction: in its place
                 total[:, span].add_(along[:, 0], alpha=1 / count)
                 del z, along  # before the next is regrown
             del rows
-        return self.spread(total)
+        return torch.cat(slopes, -1), self.spread(total)
 
     def combine(self, keys: Sequence[int], coefficients: Sequence[Tensor]) -> Tensor:
         """Σ_j Σ_k c_jk z_jk, [d]: the server's side of `slopes`, for keys j with coefficients c_j [K_j] each."""
@@ -131,9 +139,10 @@ class Prober:
         return spans
 
     def _walk(
-        self, w: Tensor, keys: Tensor, x: Tensor, y: Tensor, share: Tensor | None, count: int
+        self, w: Tensor, keys: Tensor, x: Tensor, y: Tensor, share: Tensor | None, count: int, start: int = 0
     ) -> Iterator[tuple[Rows, Tensor]]:
-        """Directions and slopes [G, S, k] along them, a chunk at a time; without shares [G, B, k], of each record."""
+        """Directions from number `start` on and slopes [G, S, k] along them, a chunk at a time; without shares
+        [G, B, k], of each record."""
         padding, back = self.task.data.padding, None
         if padding is None:
             at_once, records = self.chunk(*x.shape[:2])
@@ -148,8 +157,8 @@ class Prober:
         ys = y.split(records, 1)
         parts = list(zip(xs, ys, [None] * len(xs) if share is None else share.split(records, 1), strict=True))
         base = [self._losses(w[:, None], u, v) for u, v, _ in parts] if self.scheme == "forward" else []
-        for first in range(0, count, at_once):
-            k = min(at_once, count - first)
+        for first in range(start, start + count, at_once):
+            k = min(at_once, start + count - first)
             rows: Rows = [(slice(None), self._rows(keys, first, k))] if not self.by_layer else self._again(keys, first)
             losses = partial(self._layered, w, keys, first) if self.by_layer else partial(self._copied, w, rows)
             changes = []
