@@ -1,13 +1,17 @@
 """The client without PyTorch on a transformer's subset: replay, sums, privacy, and what must not happen twice."""
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -19,6 +23,7 @@ from fedveil.core.identity import simulated
 from fedveil.core.message import Envelope
 from fedveil.core.refused import Refused
 from fedveil.core.seeds import Seed
+from fedveil.deploy import keys
 from fedveil.engines import LocalEngine
 from fedveil.links.replay import Step
 from fedveil.links.steps import CatchUp, WeightsDigest
@@ -28,7 +33,8 @@ from fedveil.methods.baffle.edge import frames
 from fedveil.methods.baffle.edge.client import NO_ANSWER, Edge
 from fedveil.methods.baffle.edge.store import Store
 from fedveil.methods.baffle.export import export
-from fedveil.privacy.secagg.records import Advertise, Agree, Deal, Mask, Share, Unmask
+from fedveil.privacy.secagg.context import Context
+from fedveil.privacy.secagg.records import Advertise, Advertised, Agree, Deal, Mask, Share, Unmask
 from methods.baffle.probes import stack
 
 CLIENTS, MINE = 6, (1, 3)
@@ -500,3 +506,55 @@ def test_letters_are_what_an_edge_client_reads():
     letter = Letter.read(message.frame(Advertise(), at(3, 1)))
     name, where, _ = frames.opened(letter.frame)
     assert (name, where.round, where.client, where.serial, where.run) == ("Advertise", 3, 1, 1, b"run 1234")
+
+
+# ---------------------------------------------------------------------------------------------------- in a process
+
+ALONE = """
+import sys
+from fedveil_edge.__main__ import main
+main(sys.argv[1:])
+sys.stderr.write(f"{'torch' in sys.modules or 'fedveil' in sys.modules}")
+"""
+
+
+def test_a_process_without_pytorch_serves_questions(task, exported, tmp_path):
+    chosen = method(down="replay", secure=SUM)
+    folder = exported(chosen)
+    own = task.clients[1]
+    np.savez(tmp_path / "records.npz", x=task.x[own].numpy(), y=task.y[own].numpy())
+    for client in range(CLIENTS):
+        secret = Ed25519PrivateKey.from_private_bytes(simulated(SEED).own[client])
+        keys.private(
+            tmp_path / f"identity-{client}",
+            secret.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()),
+        )
+        public = secret.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+        (tmp_path / f"identity-{client}.pub").write_bytes(public)
+    questions = [CatchUp(0), Advertise(), Advertise(1), CatchUp(0)]
+    asked = [message.frame(question, at(1, serial)) for serial, question in enumerate(questions, 1)]
+    asked[-1] = b"no frame"
+    arguments = [tmp_path / "records.npz", "--client", "1", "--state", tmp_path / "state", "--serve"]
+    arguments += ["--identity", tmp_path / "identity-1", "--known", tmp_path]
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, *map(str, arguments)],
+        cwd=folder,
+        input=b"".join(len(frame).to_bytes(4, "little") + frame for frame in asked),
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": ""},
+        timeout=600,
+    )
+    assert done.stderr.decode() == "False"
+    replies, rest = [], done.stdout
+    while rest:
+        end = 4 + int.from_bytes(rest[:4], "little")
+        replies, rest = [*replies, rest[4:end]], rest[end:]
+    held, advertised, refused, malformed = replies
+    (expected,) = chosen.steps.follow(stack(task, (1,)), CatchUp(0))
+    assert message.unframe(held[1:], {WeightsDigest.kind: WeightsDigest}, 1000)[0].digest == expected.digest
+    keys_, where = message.unframe(advertised[1:], {Advertised.kind: Advertised}, 1000)
+    assert where == at(1, 2)
+    signed = Context(b"run 1234", 1).signed_keys(1, *(part.numpy().tobytes() for part in (keys_.channel, keys_.mask)))
+    simulated(SEED).verify(1, keys_.signature.numpy().tobytes(), signed)
+    assert refused == b"\1wrong stage: client 1 takes part in one sum a round, and unmasks it once"
+    assert malformed == b"\1truncated: 8 bytes are fewer than a frame's 24"

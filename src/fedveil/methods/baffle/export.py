@@ -45,6 +45,7 @@ def export(
     quantise: weights that are not trained become 8-bit integers with a scale a layer
     seed:     the public root of the run, for secure sums
     """
+    method.init_state(task)  # says what the method cannot do with this task
     settings, beside = _settings(task, method, seed), folder.with_name(folder.name + ".new")
     beside.mkdir(parents=True)
     try:
