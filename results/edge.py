@@ -110,7 +110,7 @@ class Piped(LocalEngine):
             lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
             held = dict(line.split(":", 1) for line in lines)
             parts = {"peak": "VmHWM", "now": "VmRSS", "mapped files": "RssFile"}
-            found.append({name: int(held[key].split()[0]) / 1024 for name, key in parts.items()})
+            found.append({name: int(held[key].split()[0]) * 1024 / 1e6 for name, key in parts.items()})
         return found
 
     def stop(self) -> None:

@@ -84,6 +84,8 @@ def write(task: Task, trained: list[str], folder: Path, wide: bool = False, quan
     count = sum(int(torch.tensor(tensor.dims).prod()) for tensor in frozen)
     for tensor in frozen if quantise else []:
         _quantise(graph, tensor)
+    if wide:
+        _convert_late(graph)
     for node in graph.node:  # where in the sources each one comes from
         del node.metadata_props[:]
     del graph.value_info[:]
@@ -147,6 +149,44 @@ def _transpose(graph: Any) -> None:
         for other in graph.node:
             other.input[:] = [source if each == node.output[0] else each for each in other.input]
         graph.node.remove(node)
+
+
+def _convert_late(graph: Any) -> None:
+    """Let a constant be converted to float64 when the layer that needs it runs, and not all of them at the start.
+
+    A runtime orders operations by their inputs. So the shape of the constant is told by a `Reshape` whose argument is
+    made from the layer's other input.
+    """
+    import numpy as np
+    from onnx import NodeProto, helper, numpy_helper
+
+    held = {tensor.name: tensor for tensor in graph.initializer}
+    uses = Counter(name for node in graph.node for name in node.input)
+    casts = {node.output[0]: node for node in graph.node if node.op_type == "Cast" and node.input[0] in held}
+    casts = {name: node for name, node in casts.items() if held[node.input[0]].dims}
+    after = dict[str, str]()  # by constant, what is there before it is needed
+    for node in graph.node:
+        others = [name for name in node.input if name not in casts and name not in held]
+        if others:
+            after |= {name: others[0] for name in node.input if name in casts and uses[name] == 1}
+    order = list[NodeProto]()
+    for node in graph.node:
+        for name in node.input if node.op_type != "Cast" else []:
+            if name in after:
+                (source,), own = casts[name].input, f"{name}/late"
+                shape = np.array(held[source].dims, np.int64)
+                graph.initializer.append(numpy_helper.from_array(shape, f"{own}/shape"))
+                graph.initializer.append(numpy_helper.from_array(np.zeros(1, np.int64), f"{own}/nothing"))
+                order.append(helper.make_node("Size", [after[name]], [f"{own}/size"]))
+                order.append(helper.make_node("Mul", [f"{own}/size", f"{own}/nothing"], [f"{own}/zero"]))
+                order.append(helper.make_node("Add", [f"{own}/shape", f"{own}/zero"], [f"{own}/same"]))
+                order.append(helper.make_node("Reshape", [source, f"{own}/same"], [own]))
+                order.append(helper.make_node("Cast", [own], [name], to=casts[name].attribute[0].i))
+        if not (node.op_type == "Cast" and node.output[0] in after):
+            order.append(node)
+    copied = [copy.deepcopy(node) for node in order]
+    del graph.node[:]
+    graph.node.extend(copied)
 
 
 def _quantise(graph: Any, tensor: Any) -> None:
