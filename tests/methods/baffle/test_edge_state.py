@@ -1,5 +1,6 @@
 """The client without PyTorch on a transformer's subset: replay, sums, privacy, and what must not happen twice."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -361,6 +362,11 @@ def test_a_client_that_restarts_within_a_round_finds_its_secrets_lost(task, expo
     assert not torch.equal(result.weights, task.initial)
 
 
+def later(envelope):
+    """The same place with a serial that comes later."""
+    return dataclasses.replace(envelope, serial=envelope.serial + 100)
+
+
 class Heard(Mixed):
     """Keeps what client 1 was asked."""
 
@@ -387,9 +393,10 @@ def test_a_sum_is_unmasked_once_and_one_question_is_masked(task, exported, tmp_p
         here = edge(task, tmp_path / "edge", tmp_path / "state" / "1")  # a new process
 
 
-def test_another_question_is_not_masked_in_the_same_round(task, exported, tmp_path):
-    """The server asks a sum of one question up to the masked stage, begins anew, and asks another."""
-    chosen = method(secure=SUM)
+@pytest.mark.parametrize("more", [{}, {"privacy": PRIVATE, "batch": 8}], ids=["sum", "private sum"])
+def test_another_question_is_not_masked_in_the_same_round(task, exported, tmp_path, more):
+    """The server asks a sum of one question up to the masked stage, and then another; both serials are new."""
+    chosen = method(secure=SUM, **more)
     folder = exported(chosen)
 
     class Twice(Mixed):
@@ -408,13 +415,16 @@ def test_another_question_is_not_masked_in_the_same_round(task, exported, tmp_pa
             inner, probe = message.unpack(letter.payload, Mask), message.pack(Probe(task.initial + 1, 5, 8))
             other = torch.frombuffer(bytearray(probe), dtype=torch.uint8)
             with pytest.raises(Refused) as refused:
-                here.answer(message.frame(replace(inner, question=other), letter.envelope))
+                here.answer(message.frame(replace(inner, question=other), later(letter.envelope)))
             self.refused = str(refused.value)
 
     engine = Twice(task, folder, tmp_path / "state")
     result = fv.run(task, chosen, rounds=1, cohort=CLIENTS, engine=engine)
     assert engine.refused == "wrong stage: client 1 has masked the answer to another question in round 1"
-    assert not any(row.missing for row in result.ledger.rows)  # the same question again is masked again
+    if more:  # the same question again is private, and was answered
+        assert "a private question of round 1 is answered once" in result.ledger.rows[0].missing["1"]
+    else:  # the same question again is masked again
+        assert not result.ledger.rows[0].missing
 
 
 def test_a_summed_question_is_not_answered_in_the_clear(task, exported, tmp_path):

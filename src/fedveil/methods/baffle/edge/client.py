@@ -128,13 +128,12 @@ class Edge:
         weights = self._replayed.held(where.run, asked["version"]) if self._replayed else asked["weights"]
         return weights, asked["key"], asked["directions"]
 
-    def _inner(self, where: Where, payload: bytes) -> Inner:
+    def _inner(self, where: Where, notes: Notes, payload: bytes) -> Inner:
         """The question of a secure sum's masked stage."""
         from fedveil.methods.baffle.edge.summed import Inner
 
         weights, key, asked = self._read(where, self._asks, payload)
-        assert self._store
-        notes, count = self._store.notes(where.run), self.probing.count(asked)
+        count = self.probing.count(asked)
 
         def answer() -> tuple[Floats, int]:
             slopes, records = self._slopes(where, notes, weights, key, count)

@@ -64,7 +64,7 @@ class Summed:
         identities: Identities,
         store: Store,
         kind: str,
-        read: Callable[[Where, bytes], Inner],
+        read: Callable[[Where, Notes, bytes], Inner],
         held: Callable[[bytes], bytes],
     ) -> None:
         self._how, self._heaviest = Rules(**settings["secure"]), settings["heaviest"]
@@ -109,7 +109,7 @@ class Summed:
             raise Refused("wrong kind", f"answers to questions of kind {asked['asked']} are not summed")
         kept, payload = self._kept("dealt"), asked["question"].tobytes()
         party.check_dealt(self._client, kept, asked["ids"])
-        inner = self._read(where, payload)
+        inner = self._read(where, notes, payload)
         basis = hashed(hashed(asked["asked"].to_bytes(3, "little"), payload), self._held(where.run))
         if notes.basis not in ("", basis.hex()):
             told = f"client {self._client} has masked the answer to another question in round {where.round}"
