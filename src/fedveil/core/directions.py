@@ -74,8 +74,8 @@ class Directions:
     def combined(self, xp: Any, key: Any, coefficients: Sequence[float], piece: int | None = None) -> Any:
         """Σ_k c_k z_k along the first directions of a key (int64 [1]) for float32 numbers c, float32 [n].
 
-        It is the same bit for bit in both libraries and with any number of threads: each product is exact in float64, the
-        sum goes from the first to the last, and is rounded once.
+        It is the same bit for bit in both libraries and with any number of threads: each product is exact in float64,
+        the sum goes from the first to the last, and is rounded once.
         """
         total = xp.zeros(self.size, dtype=xp.float64, device=key.device)
         at_once = max(1, AT_ONCE // self.size)
