@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedveil.core import directions
 from fedveil.core.directions import LAWS, Directions, order, words
 
 KEYS = np.array([0, 1234567, -5, -(2**63), 2**63 - 1])
@@ -107,3 +108,49 @@ def test_an_order_is_one_and_depends_on_the_key():
 def test_an_unknown_law_is_refused():
     with pytest.raises(ValueError, match="'cauchy'; use gaussian, rademacher or orthogonal"):
         Directions("cauchy", 3)
+
+
+# ---------------------------------------------------------------------------------------------------- the same bits
+
+CORNERS = [
+    ((u << 40 | turn) + 2**63) % 2**64 - 2**63
+    for u in (0, 1, 2**24 - 1, 2**24 - 2, 2**23, 11863282, 11863283)  # around a power of two times the root of two
+    for turn in (0, 1, 2**24 - 1, 2**21, 2**21 - 1, 2**22, 2**23, 3 * 2**22 + 5, 7 * 2**21)
+]
+
+
+def test_exact_gaussians_are_the_same_bits_in_both_libraries_and_near_the_others():
+    drawn = np.concatenate([np.array(CORNERS), words(np.array([5]), np.arange(200_000))])
+    pairs = [directions._exact_gaussians(xp, own) for xp, own in ((np, drawn), (torch, torch.from_numpy(drawn)))]
+    for one, other in zip(*pairs, strict=True):
+        assert one.dtype == np.float64
+        assert np.array_equal(one.view(np.int64), other.numpy().view(np.int64))
+    uniform, turn = (((drawn >> 40) & (2**24 - 1)) + 1) * 2.0**-24, (drawn & (2**24 - 1)) * 2.0**-24
+    radius = np.sqrt(-2 * np.log(uniform))
+    assert np.abs(pairs[0][0] - radius * np.cos(2 * np.pi * turn)).max() < 1e-10
+    assert np.abs(pairs[0][1] - radius * np.sin(2 * np.pi * turn)).max() < 1e-10
+
+
+@pytest.mark.parametrize("size", [1, 7, 65, 5001, 70_000])
+@pytest.mark.parametrize("law", LAWS)
+def test_a_combination_is_the_same_bits_in_both_libraries_however_it_is_cut(law, size):
+    made = Directions.of(law, size, 11)
+    c = (torch.randn(11, generator=torch.Generator().manual_seed(size)) * 10.0 ** torch.arange(-5, 6)).tolist()
+    found = [made.combined(np, np.array([77]), c, piece) for piece in (None, 1024)]
+    threads = torch.get_num_threads()
+    for many in (1, 2):
+        torch.set_num_threads(many)
+        found.append(made.combined(torch, torch.tensor([77]), c, 1024 * many).numpy())
+    torch.set_num_threads(threads)
+    assert {each.tobytes() for each in found} == {found[0].tobytes()}
+    assert found[0].dtype == np.float32
+    rows = made.rows(torch, torch.tensor([77]), 0, 11)[0].double()
+    expected = torch.tensor(c, dtype=torch.float64) @ rows
+    assert torch.allclose(torch.from_numpy(found[0]).double(), expected, rtol=1e-5, atol=2e-6 * max(map(abs, c)))
+
+
+def test_roots_are_the_same_bits_in_both_libraries():
+    x = np.concatenate([[0.0, -0.0, 1.0, 4.0], 10 ** np.random.default_rng(0).uniform(-30, 30, 100_000)])
+    one, other = directions.root(np, x), directions.root(torch, torch.from_numpy(x)).numpy()
+    assert np.array_equal(one.view(np.int64), other.view(np.int64))
+    assert np.allclose(one, np.sqrt(x), rtol=1e-11, atol=1e-100)

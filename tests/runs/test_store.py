@@ -12,6 +12,7 @@ import torch
 
 import fedveil as fv
 from fedveil.core import message
+from fedveil.core.files import digested, write
 from fedveil.core.memory import Memory, Spent
 from fedveil.core.message import Envelope, Refused
 from fedveil.engines import LocalEngine
@@ -19,7 +20,6 @@ from fedveil.gpu.host import HostCopies
 from fedveil.methods.scaffold import Control
 from fedveil.runs import log
 from fedveil.runs.checkpoint import Checkpoint, Remembered, checkpoints_in, newest
-from fedveil.runs.files import digested, write
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.log import Stored
 from fedveil.runs.store import Store

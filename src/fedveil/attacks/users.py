@@ -26,7 +26,7 @@ from fedveil.codecs.raw import Update
 from fedveil.core.seeds import Seed
 from fedveil.privacy import skellam
 from fedveil.privacy.accountant import epsilon
-from fedveil.privacy.dpsgd import WITHIN
+from fedveil.privacy.draws import WITHIN
 from fedveil.privacy.secagg import masks
 from fedveil.privacy.secagg.masks import FixedPoint
 from fedveil.privacy.secagg.settings import SecureSum

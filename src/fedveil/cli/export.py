@@ -23,8 +23,8 @@ def export(
 ) -> None:
     """Write the trained model of a run folder to FILE: .safetensors, .pt or .onnx.
 
-    With a RECIPE of the method baffle without a secure sum and -o DIR: write a client that needs only NumPy and ONNX
-    Runtime.
+    With a RECIPE of the method baffle and -o DIR: write a client that needs only NumPy and ONNX Runtime, and
+    cryptography if the recipe has a secure sum or privacy.
 
     Example: fedveil export runs/demo/digits-fedavg model.onnx
     """
@@ -61,6 +61,7 @@ def _client(
     source: str, folder: Path, changes: Sequence[str], data_dir: Path | None, fetch: bool, quantise: bool
 ) -> dict[str, Any]:
     """Write the client of a recipe."""
+    from fedveil.core.seeds import Seed
     from fedveil.methods.baffle.baffle import Baffle
     from fedveil.methods.baffle.export import export as write_client
     from fedveil.runs import recipe
@@ -71,4 +72,5 @@ def _client(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already and not an empty folder; choose another -o")
     say("exporting the model; this takes some seconds")
-    return write_client(plan.build(data_dir, fetch), cast(Baffle, plan.method), folder, quantise)
+    method = cast(Baffle, plan.method).over(plan.rounds)
+    return write_client(plan.build(data_dir, fetch), method, folder, quantise, Seed.root(plan.seed))

@@ -19,11 +19,11 @@ from fedveil.attacks.estimate import KINDS
 from fedveil.attacks.exposure import Attack, Pictures
 from fedveil.attacks.matrix import Case, Matrix, Row
 from fedveil.cli.shell import out, say
+from fedveil.core.files import write
 from fedveil.core.seeds import Seed
 from fedveil.data import load
 from fedveil.report import matrix as report
 from fedveil.report.figures import svg
-from fedveil.runs.files import write
 
 MATRICES = ("digits",)
 FILE, PAGE, DRAWN, PICTURES = "matrix.json", "matrix.md", "matrix.svg", "pictures.safetensors"

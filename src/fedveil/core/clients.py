@@ -21,17 +21,11 @@ from fedveil.core.identity import Identities, simulated
 from fedveil.core.loose import Loose
 from fedveil.core.memory import Memory
 from fedveil.core.message import Envelope, Refused
+from fedveil.core.refused import ABOUT_QUESTIONS
 from fedveil.core.seeds import Seed
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 
-# Reasons of refusals that depend on what was asked and when, and on no record. Others are not told where records are
-# private: a refusal for what an answer would have held is an answer too.
-ABOUT_QUESTIONS = {
-    *("over budget", "lost state", "out of step", "too large", "malformed", "truncated", "trailing bytes", "damaged"),
-    *("wrong kind", "wrong field", "wrong round", "wrong run", "wrong stage", "wrong version", "unknown client"),
-    *("bad key", "bad set", "bad share", "bad signature"),
-}
 _log = logging.getLogger("fedveil")
 
 

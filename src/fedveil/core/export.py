@@ -6,13 +6,13 @@ import copy
 import io
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fedveil.core.structure import inputs_of
@@ -58,16 +58,33 @@ def onnx_graph(task: Task, w: Tensor) -> ONNXProgram:
     """The model with weights `w` [d] as PyTorch exports it to ONNX, in eval mode: it takes any number of records, in an
     input "x" where a record is one tensor, and its weights are named initialisers. The exporter's log lines are left
     out."""
-    try:
-        import onnx  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError:
-        raise ImportError("an export to ONNX needs the extra 'edge': pip install 'fedveil[edge]'") from None
     x = task.data.x[:2].clone()
     model = copy.deepcopy(task.model).cpu().eval()
     model.load_state_dict(state_dict(task, w))
     args, kwargs = inputs_of(task.data.structure, model)(x)
     records = {0: torch.export.Dim("records", min=1)}
+    names = ["x"] if task.data.structure is None else None
+    return to_onnx(model, args, names, tree_map(lambda _: records, kwargs or args), kwargs=kwargs)
+
+
+def to_onnx(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    names: Sequence[str] | None,
+    shapes: Any,
+    output: str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> ONNXProgram:
+    """A module as PyTorch exports it to ONNX, called with these arguments; a ValueError says why it cannot.
+
+    names:  of the inputs
+    shapes: which of their dimensions vary, as in `torch.export`
+    """
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError:
+        raise ImportError("an export to ONNX needs the extra 'edge': pip install 'fedveil[edge]'") from None
     level = logging.getLogger("torch.onnx").level
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     try:
@@ -76,9 +93,10 @@ def onnx_graph(task: Task, w: Tensor) -> ONNXProgram:
             program = torch.onnx.export(
                 model,
                 args,
-                kwargs=kwargs,
-                input_names=["x"] if task.data.structure is None else None,
-                dynamic_shapes=tree_map(lambda _: records, kwargs or args),
+                kwargs=dict(kwargs or {}),
+                input_names=names,
+                output_names=[output] if output else None,
+                dynamic_shapes=shapes,
                 opset_version=OPSET,
                 dynamo=True,
                 optimize=False,

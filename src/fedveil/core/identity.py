@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from fedveil.core.message import Refused
+from fedveil.core.refused import Refused
 from fedveil.core.seeds import Seed
 
 

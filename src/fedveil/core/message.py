@@ -33,6 +33,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from fedveil.core.loose import LENGTH, Loose
+from fedveil.core.refused import Refused as Refused
 
 if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("fedveil writes tensors as they lie in memory and needs a little-endian machine")
@@ -54,17 +55,8 @@ _PREFIX = struct.Struct("<2sBB8sIIHH")
 PREFIX_BYTES = _PREFIX.size
 _HEAD_LIMIT = 1 << 16  # a head holds scalars and shapes; what is longer is not ours
 _DIMS_LIMIT = 8
-_DETAIL_LIMIT = 300  # a refusal quotes what was found, and a ledger must not swell with it
 _FIELDS = msgspec.msgpack.Decoder(list[msgspec.Raw])
 SERVER = 0xFFFFFFFF  # the client field of a frame that belongs to no client
-
-
-class Refused(Exception):
-    """Bytes or values that must not be used. `reason` is one of a fixed set of short names, `detail` a sentence."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        self.reason, self.detail = reason, detail[:_DETAIL_LIMIT]
-        super().__init__(f"{reason}: {self.detail}")
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, eq=False):

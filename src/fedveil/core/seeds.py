@@ -9,9 +9,12 @@ from __future__ import annotations
 import hashlib
 import secrets
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Seed:
 
     def torch(self) -> torch.Generator:
         """A CPU torch generator that starts here. Draw on the CPU and move: the stream is then the same everywhere."""
+        import torch  # here, because clients without PyTorch share this module
+
         return torch.Generator().manual_seed(int.from_bytes(self.key[:8], "little") >> 1)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from fedveil.core.account import Account
 from fedveil.core.data import Rows
+from fedveil.core.digests import hashed
 from fedveil.core.identity import Identities
 from fedveil.core.message import Record, Refused, Size, Slots
 from fedveil.core.seeds import Seed
@@ -166,15 +166,6 @@ class Link(msgspec.Struct, frozen=True, array_like=True):
 
     digest: bytes
     names: list[str]
-
-
-def hashed(*parts: bytes | memoryview) -> bytes:
-    """32 bytes that tell these parts, and where each ends, from any others."""
-    state = hashlib.blake2b(digest_size=32, person=b"fedveil-asked")
-    for part in parts:
-        state.update(len(part).to_bytes(8, "little"))
-        state.update(part)
-    return state.digest()
 
 
 def _basis(question: bytes, held: bytes, trail: Sequence[Link]) -> bytes:

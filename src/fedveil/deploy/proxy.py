@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from fedveil.core import schema
+from fedveil.core.files import write
 from fedveil.core.forecast import Turn
 from fedveil.data import Data
 from fedveil.data.splits import Share
 from fedveil.runs import recipe
-from fedveil.runs.files import write
 from fedveil.runs.recipe import Recipe
 
 if TYPE_CHECKING:

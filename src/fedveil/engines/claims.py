@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from fedveil.runs.files import write
+from fedveil.core.files import write
 
 
 class Seat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from fedveil.core import message
 from fedveil.core.clients import Clients
+from fedveil.core.files import digested, undigested, write
 from fedveil.core.memory import Entry, Spent
 from fedveil.core.message import Container, Envelope, Record, Refused, Slots, unfold
-from fedveil.privacy.secagg.kept import Secrets
+from fedveil.privacy.secagg.kept import sealed, unsealed
+from fedveil.privacy.secagg.party import Secrets
 from fedveil.runs.checkpoint import Remembered
-from fedveil.runs.files import digested, undigested, write
 
 Plain = bool | int | float | str | None
 
@@ -56,8 +57,8 @@ def pack(clients: Clients, client: int, key: bytes | None = None) -> bytes:
     run, notes = clients.run, clients.notes.get(client, {}).items()
     carried = [note for name, value in notes if (note := _note(name, value, run))]
     if key:
-        sealed = {n: v.sealed(key, _about(clients, client)) for n, v in notes if isinstance(v, Secrets)}
-        carried += [Note(name, sealed=data) for name, data in sealed.items()]
+        hidden = {n: sealed(v, key, _about(clients, client)) for n, v in notes if isinstance(v, Secrets)}
+        carried += [Note(name, sealed=data) for name, data in hidden.items()]
     memory = _folded(clients.memory.entries.get(client, []), run, client)
     return message.frame(Kept(clients.round, memory, carried), Envelope(run, clients.round, client))
 
@@ -101,7 +102,7 @@ def unpack(frame: bytes, clients: Clients, client: int, key: bytes | None = None
     clients.memory.entries[client], clients.round = entries(frame), max(clients.round, kept.round)
     notes = {note.name: note.value() for note in kept.notes if note.sealed is None}
     for note in kept.notes:
-        if key and note.sealed and (secret := Secrets.unsealed(note.sealed, key, _about(clients, client))):
+        if key and note.sealed and (secret := unsealed(note.sealed, key, _about(clients, client))):
             notes[note.name] = secret
     clients.notes[client] = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in notes.items()}
 

@@ -28,10 +28,10 @@ from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.gpu.context import current
 from fedveil.gpu.graphs import Loop
-from fedveil.privacy import skellam
+from fedveil.privacy import draws
 from fedveil.privacy.account import Account, Promise
 from fedveil.privacy.accountant import Noised, Skellam, Steps
-from fedveil.privacy.secagg import masks
+from fedveil.privacy.draws import GRID, WITHIN, even
 
 NOISE = 1 << 22  # numbers of noise that are held at once, a client
 AHEAD = {"cpu": 1, "cuda": 8}  # clients whose streams are made before they are moved, which waits for a busy GPU
@@ -39,9 +39,7 @@ HELD = {"cpu": 1 << 22, "cuda": 1 << 28}  # numbers in the gradients that are he
 PIECE = 64  # records at once, or less, where the step is compiled: for one shape, however many are drawn
 Piece = tuple[int, Sequence[Seed]]
 MECHANISMS = ("gaussian", "skellam")
-GRID = 2.0**30  # units that C is where numbers are whole: sums of 2^22 records are exact in float64
 MOST_SKELLAM = 1e5  # deviations of noise, in clips, with which those sums are exact too
-WITHIN = 1 - 1e-5  # of C is what a gradient is clipped to: float64 sums of 2^40 numbers are off by less
 
 
 @dataclass(frozen=True)
@@ -100,9 +98,8 @@ class DpSgd(Promise):
     def stream(self, secret: Seed, count: int) -> Tensor:
         """What noise for `count` numbers is made of, on the CPU: [count, or one more] in int64."""
         if self.mechanism == "gaussian":
-            return _words(secret, _even(count))
-        key = masks.derive(secret.key, b"fedveil Skellam noise of records")
-        return torch.from_numpy(skellam.draw(key, (self.sigma * GRID) ** 2, count))
+            return _words(secret, even(count))
+        return torch.from_numpy(draws.whole_noise(secret.key, self.sigma, count))
 
     def drawn(self, stream: Tensor, count: int) -> Tensor:
         """The noise itself, in units: [count] in float64."""
@@ -303,35 +300,23 @@ def poisson(secret: Seed, own: np.ndarray, rate: float, steps: int) -> list[np.n
 
 def normal(secret: Seed, count: int, device: torch.device | str = "cpu") -> Tensor:
     """Standard normal numbers, [count] in float64."""
-    return _normal(_words(secret, _even(count)).to(device))[:count]
+    return _normal(_words(secret, even(count)).to(device))[:count]
 
 
 def uniform(secret: Seed, count: int) -> Tensor:
     """Numbers from 0 to below 1 in float64, [count]."""
-    return _uniform(_words(secret, count))
+    drawn: Tensor = draws.uniform(torch, _words(secret, count))
+    return drawn
+
+
+def _normal(words: Tensor) -> Tensor:
+    drawn: Tensor = draws.normal(torch, words)
+    return drawn
 
 
 def _words(secret: Seed, count: int) -> Tensor:
     """64 bits each from a ChaCha20 stream, [count] in int64."""
-    stream = np.zeros(count, np.uint64)
-    masks.mask(stream, [masks.derive(secret.key, b"fedveil differential privacy")])
-    return torch.from_numpy(stream.view(np.int64))
-
-
-def _uniform(words: Tensor) -> Tensor:
-    """What 53 bits of each of the words say."""
-    return ((words >> 11) & (2**53 - 1)).double() * 2.0**-53
-
-
-def _normal(words: Tensor) -> Tensor:
-    """Of an even number of words (Box and Muller)."""
-    first, second = _uniform(words).chunk(2)
-    radius, angle = (-2 * torch.log1p(-first)).sqrt(), (2 * math.pi) * second
-    return torch.cat([radius * angle.cos(), radius * angle.sin()])
-
-
-def _even(count: int) -> int:
-    return count + count % 2
+    return torch.from_numpy(draws.words(secret.key, count))
 
 
 def padded(drawn: Sequence[Sequence[np.ndarray]], multiple: int) -> tuple[np.ndarray, np.ndarray]:

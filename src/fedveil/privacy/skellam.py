@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedveil.core.message import Refused
+from fedveil.core.refused import Refused
 from fedveil.privacy.secagg.masks import key_stream
 
 EXACT = 1024.0  # variance up to which every probability is tabulated

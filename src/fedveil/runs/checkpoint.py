@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from fedveil.core import message
+from fedveil.core.files import undigested
 from fedveil.core.ledger import Ledger, Row
 from fedveil.core.memory import Entry
 from fedveil.core.message import Container, Refused, unfold
 from fedveil.core.method import State
-from fedveil.runs.files import undigested
 from fedveil.runs.log import Index, Stored
 
 

@@ -20,6 +20,7 @@ from typing import IO, Any
 import msgspec
 
 from fedveil.core import message
+from fedveil.core.files import digest, naming_file, write
 from fedveil.core.ledger import RIGHT, Ledger, Right, Row
 from fedveil.core.memory import Entry
 from fedveil.core.message import Envelope, Refused
@@ -29,7 +30,6 @@ from fedveil.gpu.host import HostCopies
 from fedveil.privacy import account
 from fedveil.privacy.accountant import Steps
 from fedveil.runs.checkpoint import RunError, Saved, Snapshot, checkpoints_in, first_rows, newest, read_checkpoint
-from fedveil.runs.files import digest, naming_file, write
 from fedveil.runs.log import Index
 from fedveil.runs.store import Store
 

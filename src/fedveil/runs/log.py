@@ -17,9 +17,9 @@ from typing import IO, Any
 import msgspec
 
 from fedveil.core import message
+from fedveil.core.files import digest, hasher, naming_file, sync_names
 from fedveil.core.memory import Entry
 from fedveil.core.message import Envelope, Refused, unfold
-from fedveil.runs.files import digest, hasher, naming_file, sync_names
 
 FULL = 64 << 20  # bytes of a file of entries after which the next one is begun
 WASTE = 64 << 20  # bytes of entries that nobody needs and that may always stay

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from fedveil.core import message
 from fedveil.core.clients import Letter, Reply
+from fedveil.core.files import digest, undigested, write
 from fedveil.core.message import KINDS, Answer, Question, Refused
 from fedveil.core.method import Method, State
-from fedveil.runs.files import digest, undigested, write
 
 MESSAGES, TRUTH = "messages", "truth"
 ALL = "all"

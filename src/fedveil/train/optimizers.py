@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from fedveil.core import message
 from fedveil.core.message import Record, Weights
 from fedveil.core.method import State
+from fedveil.train.moments import stepped
 from fedveil.train.schedules import Scheduled
 
 SLOT, AVERAGE = "server", "average"  # slots of the server's state
@@ -74,21 +76,24 @@ class ServerOptimizer(Scheduled):
         average = state.slots.get(AVERAGE)
         return replace(state, weights=average.live) if isinstance(average, Average) else state
 
-    def step(self, state: State, delta: Tensor, round_: int | None = None) -> State:
-        """Move the weights along the merged update `delta` [d], which points downhill. A schedule needs the round."""
+    def step(
+        self,
+        state: State,
+        delta: Tensor,
+        round_: int | None = None,
+        sqrt: Callable[[Tensor], Tensor] = torch.sqrt,
+    ) -> State:
+        """Move the weights along the merged update `delta` [d], which points downhill. A schedule needs the round.
+
+        sqrt: how Adam takes roots
+        """
         if round_ is None and not self.constant:
             raise ValueError("server.schedule and server.warmup need the round, and this method gives none; unset them")
         lr = self.lr if round_ is None else self.lr * self.factor(round_)
         first, second = moments(state)
-        if first is None:
-            return replace(state, weights=state.weights + lr * delta)
-        if second is None:
-            first = self.momentum * first + delta
-            return replace(state, weights=state.weights + lr * first).put(SLOT, Moments(first))
-        first = self.momentum * first + (1 - self.momentum) * delta
-        second = self.beta2 * second + (1 - self.beta2) * delta**2
-        step = lr * first / (second.sqrt() + self.tau)
-        return replace(state, weights=state.weights + step).put(SLOT, Moments(first, second))
+        weights, first, second = stepped(self, sqrt, lr, state.weights, first, second, delta)
+        after = replace(state, weights=weights)
+        return after if first is None else after.put(SLOT, Moments(first, second))
 
     def published(self, before: State, after: State) -> State:
         """Return the state to publish: with the weights of `after`, or with their moving average."""

@@ -16,22 +16,24 @@ from typer.testing import CliRunner
 
 import fedveil as fv
 from fedveil.cli import app
-from fedveil.core import message
+from fedveil.core import message, schema
 from fedveil.core.clients import Reply
 from fedveil.core.message import Envelope
+from fedveil.core.refused import Refused
 from fedveil.engines import LocalEngine
-from fedveil.methods.baffle import edge
 from fedveil.methods.baffle.baffle import Probe, Slopes
+from fedveil.methods.baffle.edge import frames
+from fedveil.methods.baffle.edge.client import Edge
 from fedveil.methods.baffle.export import export
 from methods.baffle.probes import stack
 
 CLIENT = 3
 WHERE = Envelope(b"run 1234", 7, CLIENT, 2)
+HERE = frames.Where(b"run 1234", 7, CLIENT, 2)
 ALONE = """
 import sys
-sys.argv = ["edge", "--client", "3", "records.npz"]
-from fedveil_edge.edge import main
-main()
+from fedveil_edge.__main__ import main
+main(["--client", "3", "records.npz"])
 (most,) = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
 sys.stderr.write(f"{'torch' in sys.modules or 'fedveil' in sys.modules} {most}")
 """
@@ -63,7 +65,7 @@ def changed(exported, tmp_path, **settings):
 
 def client(task, folder, number=CLIENT):
     own = task.clients[number]
-    return edge.Edge(folder, task.x[own].numpy(), task.y[own].numpy(), number)
+    return Edge(folder, task.x[own].numpy(), task.y[own].numpy(), number)
 
 
 def asked(task, key=-(2**62) + 12345, count=20):
@@ -131,7 +133,7 @@ def test_a_federation_takes_an_edge_client_among_others(task, exported):
 @pytest.mark.parametrize(("count", "records"), [(1, 1), (3, 127), (200, 128), (70_000, 65_535), (2, 10**6)])
 def test_an_answer_is_byte_for_byte_what_the_library_writes(count, records):
     slopes = torch.randn(count, generator=fv.Seed.root(count).torch())
-    mine = edge.write((WHERE.run, WHERE.round, WHERE.client, WHERE.serial), slopes.numpy(), records)
+    mine = frames.write("Slopes", HERE, [slopes.numpy(), records])
     assert mine == message.frame(Slopes(slopes, records), WHERE)
 
 
@@ -139,17 +141,34 @@ def test_an_answer_is_byte_for_byte_what_the_library_writes(count, records):
 @pytest.mark.parametrize("size", [1, 2, 300])
 def test_a_question_is_read_as_the_library_wrote_it(key, size):
     weights = torch.arange(float(size))
-    where, found, its_key, count = edge.read(message.frame(Probe(weights, key, 9), WHERE), size, 20)
-    assert where == (WHERE.run, WHERE.round, WHERE.client, WHERE.serial)
-    assert np.array_equal(found, weights.numpy())
-    assert (its_key, count) == (key, 9)
+    name, where, payload = frames.opened(message.frame(Probe(weights, key, 9), WHERE))
+    assert (name, where) == ("Probe", HERE)
+    found = frames.read(payload, name, {"weights": size})
+    assert np.array_equal(found.pop("weights"), weights.numpy())
+    assert found == {"key": key, "directions": 9}
 
 
 def test_the_constants_are_the_librarys():
-    assert edge.VERSION == message.VERSION
-    assert edge.PREFIX.format == message._PREFIX.format
-    assert message.DTYPES[edge.FLOAT32] is torch.float32
-    assert (Probe.kind, Slopes.kind) == (edge.PROBE, edge.SLOPES)
+    assert frames.VERSION == message.VERSION
+    assert frames.PREFIX.format == message._PREFIX.format
+    assert frames.SERVER == message.SERVER
+    for name, code in frames.CODES.items():
+        assert message.DTYPES[code] == torch.from_numpy(np.zeros(1, name)).dtype
+    for number, name in frames.NAMES.items():
+        kind = message.KINDS[number]
+        assert kind.__name__ == name
+        assert list(kind.__struct_fields__) == list(frames.QUESTIONS[name])
+        for label, field in frames.QUESTIONS[name].items():
+            if isinstance(field, frames.Array):
+                shape = schema.fields(kind)[label]
+                assert [d for d in shape.dims if isinstance(d, int)] == [d for d in field.dims if isinstance(d, int)]
+                assert shape.dtype == torch.from_numpy(np.zeros(1, field.dtype)).dtype
+
+
+def read(frame):
+    """A question as the client reads it."""
+    name, _, payload = frames.opened(frame)
+    return frames.read(payload, name, {"weights": 3})
 
 
 def headed(head):
@@ -171,11 +190,11 @@ HOSTILE = {
     "more weights": message.frame(Probe(torch.arange(4.0), 5, 9), WHERE),
     "another shape": message.frame(Probe(torch.zeros(1, 3), 5, 9), WHERE),
     "another dtype": message.frame(Probe(torch.zeros(3, dtype=torch.int32), 5, 9), WHERE),
-    "too many directions": message.frame(Probe(torch.arange(3.0), 5, 21), WHERE),
     "no directions": message.frame(Probe(torch.arange(3.0), 5, 0), WHERE),
     "not a number": message.frame(Probe(torch.full((3,), torch.nan), 5, 9), WHERE),
     "infinite": message.frame(Probe(torch.full((3,), torch.inf), 5, 9), WHERE),
     "huge": message.frame(Probe(torch.full((3,), 1e38), 5, 9), WHERE),
+    "padding that is not zero": GOOD[:-1] + b"\x01",
     "a text": GOOD[:28] + b"\xa1x" + GOOD[30:],
     "arrays in arrays": GOOD[:28] + b"\x91" * 8 + GOOD[36:],
     "arrays in a thousand arrays": headed(b"\x91" * 5000 + b"\x01"),
@@ -185,10 +204,10 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_question_is_refused(name):
-    edge.read(GOOD, 3, 20)
-    edge.read(headed(HEAD), 3, 20)
-    with pytest.raises(edge.Refused, match=r"^[a-z ]+: "):
-        edge.read(HOSTILE[name], 3, 20)
+    read(GOOD)
+    read(headed(HEAD))
+    with pytest.raises(Refused, match=r"^[a-z ]+: "):
+        read(HOSTILE[name])
 
 
 def test_no_bytes_make_the_reader_fail_in_another_way():
@@ -197,21 +216,28 @@ def test_no_bytes_make_the_reader_fail_in_another_way():
         frame = bytearray(GOOD)
         for place in rng.integers(0, len(frame), 3):
             frame[place] = rng.integers(0, 256)
-        with contextlib.suppress(edge.Refused):
-            edge.read(bytes(frame), 3, 20)
+        with contextlib.suppress(Refused):
+            read(bytes(frame))
+
+
+def test_a_question_of_too_much_work_is_refused(task, exported):
+    with pytest.raises(Refused, match="too large: 21 directions are asked for, 20 are answered"):
+        client(task, exported).answer(message.frame(asked(task, count=21), WHERE))
 
 
 def test_a_question_to_another_client_and_records_of_another_shape_are_refused(task, exported):
     mine = client(task, exported)
-    with pytest.raises(edge.Refused, match="unknown client: this is client 3, not 4"):
+    with pytest.raises(Refused, match="unknown client: this is client 3, not 4"):
         mine.answer(message.frame(asked(task), Envelope(b"run 1234", 7, 4, 2)))
-    with pytest.raises(ValueError, match=r"the records have shape \(2, 8, 8\); the model takes \[1, 8, 8\] each"):
-        edge.Edge(exported, np.zeros((2, 8, 8), np.float32), np.zeros(2, np.int64), 3)
+    with pytest.raises(
+        ValueError, match=r"the records have shape \(2, 8, 8\) and the labels \(2,\); the model takes \[1, 8, 8\]"
+    ):
+        Edge(exported, np.zeros((2, 8, 8), np.float32), np.zeros(2, np.int64), 3)
     for records, labels in ((2, 1), (0, 0)):
         with pytest.raises(ValueError, match=rf"the records have shape \({records}, 1, 8, 8\)"):
-            edge.Edge(exported, np.zeros((records, 1, 8, 8), np.float32), np.zeros(labels, np.int64), 3)
+            Edge(exported, np.zeros((records, 1, 8, 8), np.float32), np.zeros(labels, np.int64), 3)
     with pytest.raises(ValueError, match="a label is not from 0 to 9"):
-        edge.Edge(exported, np.zeros((1, 1, 8, 8), np.float32), np.array([10]), 3)
+        Edge(exported, np.zeros((1, 1, 8, 8), np.float32), np.array([10]), 3)
 
 
 # ---------------------------------------------------------------------------------------------------- export
@@ -231,20 +257,9 @@ def test_layers_that_are_not_trained_are_part_of_the_model_and_can_have_8_bits(t
         assert distance(expected.slopes, answer.slopes) < error
     assert sizes[1] < 0.5 * sizes[0]
     held = {tensor.name for tensor in onnx.load(folder / "model.onnx").graph.initializer}
-    assert {"fc1.weight/codes", "fc1.weight/scale", "fc1.bias"} <= held  # a bias is too small to be worth it
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"down": "replay"}, "the edge client answers from full weights, in the clear and without noise"),
-        ({"secure": fv.SecureSum()}, "the edge client answers from full weights, in the clear and without noise"),
-        ({"privacy": fv.DpSgd()}, "the edge client answers from full weights, in the clear and without noise"),
-    ],
-)
-def test_what_an_edge_client_cannot_do_is_said(task, tmp_path, settings, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        export(task, fv.Baffle(**settings), tmp_path)
+    assert {
+        f"model.{name}" for name in ("fc1.weight/codes", "fc1.weight/scale", "fc1.bias")
+    } <= held  # a bias is too small to be worth it
 
 
 def test_what_cannot_be_exported_is_said(task, tmp_path):
@@ -261,8 +276,14 @@ def test_what_cannot_be_exported_is_said(task, tmp_path):
 
     with pytest.raises(ValueError, match=r"ONNX has no weight 'unused\.weight'"):
         export_of(Unused())
-    with pytest.raises(ValueError, match="the edge client knows the loss 'cross-entropy' with one label a record"):
-        export_of(task.model, lambda logits, y: nn.functional.cross_entropy(logits, y, reduction="none"))
+    with pytest.raises(ValueError, match=r"^PyTorch cannot export this model to ONNX: "):
+        export_of(task.model, lambda logits, y: torch.linalg.eigvals(torch.diag_embed(logits)).abs().sum(-1))
+    with pytest.raises(ValueError, match="a secure sum goes by the public seed of the run"):
+        export(task, fv.Baffle(secure=fv.SecureSum()), tmp_path / "e")
+    server = fv.ServerOptimizer("adam", 0.01, schedule=lambda round_: 1 / round_)
+    with pytest.raises(ValueError, match=r"server\.schedule is a function, which cannot be exported"):
+        export(task, fv.Baffle(down="replay", server=server), tmp_path / "e")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_command_refuses_other_methods_and_folders_that_are_not_empty(tmp_path):
@@ -274,7 +295,6 @@ def test_the_command_refuses_other_methods_and_folders_that_are_not_empty(tmp_pa
     assert "is a recipe of fedavg, whose clients train" in said("digits/fedavg", "-o", str(tmp_path / "e"))
     (tmp_path / "file").touch()
     assert "is there already and not an empty folder" in said("digits/baffle-clear", "-o", str(tmp_path))
-    assert "leave method.secure and method.privacy out" in said("digits/baffle", "-o", str(tmp_path / "e"))
 
 
 def test_the_command_writes_a_client(tmp_path):
@@ -282,11 +302,10 @@ def test_the_command_writes_a_client(tmp_path):
     assert told.exit_code == 0, told.stderr
     assert json.loads(told.stdout)["weights"] == 20_010
     names = {path.relative_to(tmp_path / "e").as_posix() for path in (tmp_path / "e").rglob("*") if path.is_file()}
-    package = {f"fedveil_edge/{name}.py" for name in ("__init__", "edge", "directions")}
-    assert names == {"model.onnx", "settings.json", *package}
-    source = "".join((tmp_path / "e" / "fedveil_edge" / name).read_text() for name in ("edge.py", "directions.py"))
-    assert "import torch" not in source
-    assert "from fedveil" not in source
+    modules = ("__init__", "__main__", "client", "frames", "model", "probing", "refused", "seeds", "directions")
+    assert names == {"model.onnx", "settings.json", *(f"fedveil_edge/{name}.py" for name in modules)}
+    source = "".join(path.read_text() for path in (tmp_path / "e" / "fedveil_edge").iterdir())
+    assert "from fedveil." not in source
 
 
 @pytest.mark.parametrize(("given", "sigma"), [({}, 1e-4), ({"precision": "float16"}, 1e-3), ({"sigma": 0.5}, 0.5)])

@@ -39,6 +39,7 @@ from fedveil.privacy.secagg import server as summing
 from fedveil.privacy.secagg.client import PENDING, Summand
 from fedveil.privacy.secagg.context import Context
 from fedveil.privacy.secagg.masks import FixedPoint
+from fedveil.privacy.secagg.party import Party
 from fedveil.privacy.secagg.records import Deal, Mask, Masked, Share, Unmasked, tensor
 from fedveil.train.transforms import Residuals
 from privacy.secagg.sums import LAST, Driven, Give, Only, Summed, Transport, expected, letter, rounding
@@ -591,7 +592,7 @@ class TestSecrets:
 
     def test_control_without_a_floor_the_sum_of_one_comes_out(self, monkeypatch):
         """Everybody else is called gone, and reveals the others' mask keys before it is asked for the victim's b."""
-        monkeypatch.setattr(Summand, "_check_alive", lambda *args: None)
+        monkeypatch.setattr(Party, "_check_alive", lambda *args: None)
         driven = self.driven().deal().mask(Give(self.TOY.initial))
         shares = {k: driven.unmask(k, gone=self.OTHERS) for k in range(N)}
         own = driven.recovered({k: shares[k][VICTIM] for k in range(4)})

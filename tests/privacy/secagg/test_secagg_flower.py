@@ -11,7 +11,6 @@ from fedveil.engines import LocalEngine, kept
 from fedveil.engines.flower import Flower, client_app
 from fedveil.privacy import SecureSum
 from fedveil.privacy.secagg.client import NOTE
-from fedveil.privacy.secagg.kept import Secrets
 from fedveil.privacy.secagg.records import Advertise, Agree, Deal, Mask, Share, Unmask
 from privacy.secagg.sums import LAST, Summed, letter
 from toys import linear_task
@@ -40,9 +39,7 @@ def test_the_sum_on_flower_is_that_of_the_local_engine(server, deployed, tmp_pat
 def test_a_deployed_clients_secrets_are_not_on_its_disk_in_the_clear(tmp_path, monkeypatch):
     seen, files = [], []
     monkeypatch.setattr(kept, "save", lambda path, frame, save=kept.save: (files.append(frame), save(path, frame)))
-    monkeypatch.setattr(
-        Secrets, "sealed", lambda self, *to, sealed=Secrets.sealed: (seen.append(self), sealed(self, *to))[1]
-    )
+    monkeypatch.setattr(kept, "sealed", lambda own, *to, sealed=kept.sealed: (seen.append(own), sealed(own, *to))[1])
     on_flower(Summed(), tmp_path)
     parts = {
         p

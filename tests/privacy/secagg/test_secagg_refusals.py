@@ -400,7 +400,7 @@ def test_a_client_that_deals_shares_of_no_secret_ends_the_sum_by_name(monkeypatc
     def dealt(secret, t, points):
         return true(secrets.token_bytes(32), t, points) if next(calls) == 6 else true(secret, t, points)
 
-    monkeypatch.setattr("fedveil.privacy.secagg.client.shamir.share", dealt)
+    monkeypatch.setattr("fedveil.privacy.secagg.party.shamir.share", dealt)
     row = run(Transport())
     assert not LAST
     assert "the secure sum cannot be unmasked: client 3 dealt shares of no secret of its own" in row.events[0]

@@ -36,6 +36,7 @@ from fedveil.privacy.secagg.client import stages
 from fedveil.privacy.secagg.server import ask_sum
 from fedveil.privacy.secagg.settings import SecureSum
 from fedveil.train.aggregators import shortened
+from fedveil.train.moments import clipped, same_root
 from fedveil.train.optimizers import ServerOptimizer
 
 PAPER = "Feng et al., BAFFLE: A Baseline of Backpropagation-Free Federated Learning"
@@ -193,11 +194,11 @@ class Baffle(Estimate, Method):
         return Probe(now.weights, key, count)
 
     def take(self, task: Task, now: State, keys: Sequence[int], coefficients: Sequence[Tensor], number: int) -> State:
-        """The server's step of a round, or with `replay` of a number, which every client takes too; on one thread, so
-        that all round alike."""
+        """The server's step of a round, or with `replay` of a number, which every client takes too; with shared seeds
+        in arithmetic that all round alike."""
         with forward_only(task.device), one_thread():
             gradient = self.prober(task).combine(keys, coefficients)
-            return self.server.step(now, -self.clipped(gradient), number)
+            return self.server.step(now, -clipped(torch, gradient, self.clip), number, same_root(torch))
 
     # ------------------------------------------------------------------------------------------------ the clients
 

@@ -89,6 +89,9 @@ class Prober:
     def combine(self, keys: Sequence[int], coefficients: Sequence[Tensor]) -> Tensor:
         """Σ_j Σ_k c_jk z_jk, [d]: the server's side of `slopes`, for keys j with coefficients c_j [K_j] each."""
         device = self.task.device
+        if len(keys) == 1:  # what all have along the same directions: clients may have to hold the same bits
+            shared, piece = torch.tensor(list(keys), device=device), None if device.type == "cuda" else regrown.WORDS
+            return self.spread(self.directions.combined(torch, shared, coefficients[0].tolist(), piece))
         total = torch.zeros(self.directions.size, device=device)
         step = max(1, self._memory // self._regrown)
         for key, own in zip(keys, coefficients, strict=True):

@@ -11,29 +11,26 @@ no vector to mask, because training failed or gave a value that is no number, it
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fedveil.core import message, schema
-from fedveil.core.clients import ABOUT_QUESTIONS
 from fedveil.core.exchange import Handler
 from fedveil.core.message import Answer, Question, Refused, Slots
+from fedveil.core.refused import ABOUT_QUESTIONS
 from fedveil.core.stack import ClientStack
 from fedveil.privacy import skellam
-from fedveil.privacy.secagg import graph, masks, shamir
-from fedveil.privacy.secagg.checks import check_agreement, check_memory, checked_keys
-from fedveil.privacy.secagg.context import Context, digest, listed
-from fedveil.privacy.secagg.kept import BASIS, NOTE, OVER, PENDING, Secrets
-from fedveil.privacy.secagg.masks import KEY, FixedPoint, Vector
+from fedveil.privacy.secagg import masks
+from fedveil.privacy.secagg.checks import check_memory
+from fedveil.privacy.secagg.kept import BASIS, NOTE, OVER, PENDING
+from fedveil.privacy.secagg.masks import FixedPoint, Vector
+from fedveil.privacy.secagg.party import Keys, Party, Secrets
 from fedveil.privacy.secagg.records import (
-    NONCE,
     SEALED,
     Advertise,
     Advertised,
@@ -78,90 +75,44 @@ class Summand:
         done = note.get(OVER, 0)
         return f"{BASIS} {done}" if done else BASIS
 
+    def _party(self, stack: ClientStack) -> Party:
+        return Party(self.how, stack.run, stack.round, stack.seed, stack.identities)
+
     def advertise(self, stack: ClientStack, question: Advertise) -> list[Advertised]:
         answers, notes = [], []
         for client, note in zip(stack.clients, stack.notes, strict=True):
             number: int = note.get(OVER, 0)
-            context = Context(stack.run, stack.round, number=number)
             if number >= len(self.sums) or question.number < number:
                 raise Refused("wrong stage", f"client {client} has unmasked a sum in round {stack.round}")
             if question.number > number:
                 raise Refused("wrong stage", f"client {client} is at sum {number} of the round, not {question.number}")
             note.pop(PENDING, None)
-            channel_key, mask_key, own = (secrets.token_bytes(KEY) for _ in range(3))
-            kept = Secrets("keys", channel_key, mask_key, own, number=number)
-            channel, mask = masks.public_key(channel_key), masks.public_key(mask_key)
-            signature = stack.identities.sign(client, context.signed_keys(client, channel, mask))
-            answers.append(Advertised(tensor(channel), tensor(mask), tensor(signature)))
+            kept, keys = self._party(stack).advertise(client, number)
+            answers.append(Advertised(*(tensor(part[0]) for part in (keys.channel, keys.mask, keys.signatures))))
             notes.append(kept)
         return self._noted(stack, notes, answers)
 
     def share(self, stack: ClientStack, question: Share) -> list[Shared]:
-        ids, n = question.ids, len(question.ids)
-        if not self.how.quorum(n) <= question.quorum <= n:
-            raise Refused("bad set", f"{question.quorum} of {n} clients are to be enough; that protects too little")
-        if ids != sorted(set(ids)):
-            raise Refused("bad set", "the clients are not listed once each, in ascending order")
-        t = self.how.threshold(n, question.quorum)
-        near = graph.neighbourhoods(tuple(ids), self.how.degree(n), stack.seed)
-        point = {k: x for x, k in enumerate(ids, 1)}
-        session = digest(listed(ids), *(tensor_.numpy().tobytes() for tensor_ in (question.channel, question.mask)))
+        party, flat_keys = self._party(stack), [t.numpy().tobytes() for t in (question.channel, question.mask)]
+        listed = party.listed(question.ids, question.quorum, *flat_keys)
+        keys = Keys(rows(question.channel), rows(question.mask), rows(question.signatures))
         answers, notes = [], []
         for client, kept in zip(stack.clients, self._kept(stack, "keys"), strict=True):
-            if client not in near:
-                raise Refused("bad set", f"client {client} advertised keys and is not listed")
-            holders, context = near[client], Context.of(stack.run, stack.round, ids, question.quorum, kept.number)
-            keys = checked_keys(stack, context, client, kept, holders, question)
-            points = [point[k] for k in holders]
-            shares = [shamir.share(secret, t, points) for secret in (kept.own, kept.mask)]
-            both = {k: own + mask for k, own, mask in zip(holders, *shares, strict=True)}
-            others = [k for k in holders if k != client]
-            met = masks.exchange(kept.mask, (keys[k][1] for k in others))
-            opening, sealed = {}, []
-            for other, secret in zip(others, masks.exchange(kept.channel, (keys[k][0] for k in others)), strict=True):
-                opening[other] = context.seal_key(secret, other, client)
-                key, about = context.seal_key(secret, client, other), context.sealed_about(client, other)
-                sealed.append(masks.seal(key, secrets.token_bytes(NONCE), both[other], about))
-            marks = [context.marks(both[k], client, k) for k in holders]
-            mark = context.mark(kept.own, client)
+            after, sealed, marks, mark = party.share(client, kept, listed, keys)
             answers.append(
                 Shared(tensor(b"".join(sealed), SEALED), tensor(b"".join(marks), len(marks[0])), tensor(mark))
             )
-            notes.append(
-                replace(
-                    kept,
-                    stage="shares",
-                    channel=b"",
-                    mask=b"",
-                    ids=ids,
-                    quorum=question.quorum,
-                    session=session,
-                    holders=holders,
-                    channel_keys=opening,
-                    pairs=dict(zip(others, met, strict=True)),
-                    held={client: both[client]},
-                )
-            )
+            notes.append(after)
         return self._noted(stack, notes, answers)
 
     def deal(self, stack: ClientStack, question: Deal) -> list[Dealt]:
         """Open what neighbours sealed. Who cannot open a share says so before anybody masks, and has none to reveal."""
-        ids, answers, notes = question.ids, [], []
+        party, sealed, marks = self._party(stack), rows(question.sealed), rows(question.marks)
+        answers, notes = [], []
         for client, kept in zip(stack.clients, self._kept(stack, "shares"), strict=True):
-            if ids != sorted({*ids} & {*kept.ids}) or client not in ids:
-                raise Refused(
-                    "bad set", "who shared is not among who advertised keys, each once, or this client is not"
-                )
-            dealers = [k for k in kept.holders if k in {*ids} and k != client]
-            if len(question.sealed) != len(dealers):
-                raise Refused("bad share", f"{len(question.sealed)} sealed shares came from {len(dealers)} neighbours")
-            context, held = kept.context(stack.run, stack.round), dict(kept.held)
-            for dealer, sealed, marks in zip(dealers, rows(question.sealed), rows(question.marks), strict=True):
-                both = masks.unseal(kept.channel_keys[dealer], sealed, context.sealed_about(dealer, client))
-                if both and context.marks(both, dealer, client) == marks:
-                    held[dealer] = both
-            answers.append(Dealt([k for k in dealers if k not in held]))
-            notes.append(replace(kept, stage="dealt", channel_keys={}, held=held, shared=ids))
+            after, complaints = party.deal(client, kept, question.ids, sealed, marks)
+            answers.append(Dealt(complaints))
+            notes.append(after)
         return self._noted(stack, notes, answers)
 
     def mask(self, stack: ClientStack, question: Mask) -> list[Masked]:
@@ -172,13 +123,9 @@ class Summand:
                 told = f"questions of kind {question.asked} belong to another sum of round {stack.round}"
                 raise Refused("wrong stage", told)
             raise Refused("wrong kind", f"answers to questions of kind {question.asked} are not summed")
-        all_kept, ids = self._kept(stack, "dealt"), set(question.ids)
+        party, all_kept = self._party(stack), self._kept(stack, "dealt")
         for client, kept in zip(stack.clients, all_kept, strict=True):
-            t = self.how.threshold(len(kept.ids), kept.quorum)
-            if question.ids != sorted(ids & {*kept.shared}) or client not in ids:
-                raise Refused("bad set", "who dealt is not among who shared, each once, or this client is not")
-            if len(ids) < kept.quorum or len(ids.intersection(kept.holders)) < t:
-                raise Refused("bad set", f"{len(ids)} clients shared, {kept.quorum} are needed")
+            party.check_dealt(client, kept, question.ids)
         payload = question.question.numpy().data
         inner = message.unpack(payload, table[question.asked])
         schema.check(inner, {**stack.sizes, **inner.sizes()})
@@ -195,13 +142,9 @@ class Summand:
             if (size + 2, fixed.wide) != (question.elements, question.wide):
                 raise Refused("wrong shape", f"{question.elements} elements were asked for, there are {size + 2}")
             vector = self._encoded(stack, i, fixed, given[i] if given else None, size)
-            context = kept.context(stack.run, stack.round)
-            asked = context.asked(bases[i], question)
-            pairs = {k: context.pair_mask(s, asked, client, k) for k, s in kept.pairs.items() if k in ids}
-            added = [context.own_mask(kept.own, client), *(key for k, key in pairs.items() if k > client)]
-            masks.mask(vector, added, [key for k, key in pairs.items() if k < client])
-            answers.append(Masked(torch.from_numpy(vector.view(np.dtype(f"i{vector.itemsize}"))), tensor(asked)))
-            notes.append(replace(kept, stage="masked", shared=question.ids, asked=asked))
+            after = party.mask(client, kept, bases[i], question, vector)
+            answers.append(Masked(torch.from_numpy(vector.view(np.dtype(f"i{vector.itemsize}"))), tensor(after.asked)))
+            notes.append(after)
         for i, (note, basis) in enumerate(zip(stack.notes, bases, strict=True)):
             note[self._basis(note)] = basis
             note.update({PENDING: Slots(slots)} if (slots := stack.kept_by(i)) else {})
@@ -244,31 +187,21 @@ class Summand:
         stack.figures["zeroed"] = [1.0 if k == i else value for k, value in enumerate(masked)]
 
     def agree(self, stack: ClientStack, question: Agree) -> list[Agreed]:
-        answers, notes = [], []
+        party, answers, notes = self._party(stack), [], []
         for client, kept in zip(stack.clients, self._kept(stack, "masked"), strict=True):
-            self._check_alive(stack, client, kept, question.alive)
-            signed = kept.context(stack.run, stack.round).signed_set(kept.session, kept.asked, question.alive)
-            answers.append(Agreed(tensor(stack.identities.sign(client, signed))))
-            notes.append(replace(kept, stage="agreement", alive=question.alive))
+            after, signature = party.agree(client, kept, question.alive)
+            answers.append(Agreed(tensor(signature)))
+            notes.append(after)
         return self._noted(stack, notes, answers)
 
     def unmask(self, stack: ClientStack, question: Unmask) -> list[Unmasked]:
         """Reveal shares, and remember what the masked vector left to remember: of a sum that is never unmasked nothing
         stays."""
-        malicious = self.how.server == "malicious"
-        alive, gone = set(question.alive), set(question.gone)
-        answers = []
-        for client, kept in zip(stack.clients, self._kept(stack, "agreement" if malicious else "masked"), strict=True):
-            self._check_alive(stack, client, kept, question.alive)
-            if alive & gone or len(gone) < len(question.gone):
-                raise Refused("bad set", "a client is named as left and as gone, or twice")
-            if sorted(alive | gone) != kept.shared:
-                raise Refused("bad set", "who is left and who is gone are not those who shared")
-            if malicious:
-                check_agreement(stack, kept, question)
-            shares = self._reveal(kept, alive)
-            if len(shares) != question.holders:
-                raise Refused("bad set", f"{question.holders} shares are asked for, of {len(shares)} neighbours")
+        last = "agreement" if self.how.server == "malicious" else "masked"
+        party, signatures, answers = self._party(stack), question.signatures, []
+        said = question.alive, question.gone, question.holders, question.signers
+        for client, kept in zip(stack.clients, self._kept(stack, last), strict=True):
+            shares = party.unmask(client, kept, *said, None if signatures is None else rows(signatures))
             answers.append(Unmasked(tensor(b"".join(shares), SHARE)))
         pending = [note.pop(PENDING, Slots()) for note in stack.notes]
         for part in {part for slots in pending for part in slots}:
@@ -276,20 +209,6 @@ class Summand:
         for note in stack.notes:
             note[OVER] = note.get(OVER, 0) + 1
         return self._noted(stack, [Secrets("unmask") for _ in answers], answers)
-
-    def _check_alive(self, stack: ClientStack, client: int, kept: Secrets, alive: Sequence[int]) -> None:
-        if list(alive) != sorted({*alive} & {*kept.shared}) or client not in alive:
-            raise Refused("bad set", "who is left is not among who shared, each once, or this client is not")
-        if len(alive) < kept.quorum:
-            raise Refused("bad set", f"{len(alive)} clients are left, {kept.quorum} are needed")
-        if not graph.connected(tuple(kept.ids), self.how.degree(len(kept.ids)), stack.seed, tuple(alive)):
-            raise Refused("bad set", "the masks of those who are left fall into parts, of which each has its own sum")
-
-    def _reveal(self, kept: Secrets, alive: set[int]) -> list[bytes]:
-        """A share of b of each who is left and of the mask key of each who is gone: never both of one client."""
-        dealers = [k for k in kept.holders if k in {*kept.shared}]
-        both = {k: kept.held.get(k, bytes(2 * SHARE)) for k in dealers}  # of whom it complained it has nothing
-        return [both[k][:SHARE] if k in alive else both[k][SHARE:] for k in dealers]
 
     def _kept(self, stack: ClientStack, stage: str) -> list[Secrets]:
         """What each client keeps after `stage`, which must be the last one it answered."""

@@ -6,12 +6,26 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from fedveil.privacy.secagg import masks
-from fedveil.privacy.secagg.records import MARK, Mask
 from fedveil.privacy.secagg.shamir import SHARE
 
 PROTOCOL = b"fedveil secure sum 3"
+SIGNATURE, DIGEST, MARK, NONCE, TAG = 64, 32, 16, 12, 16  # bytes
+
+
+class Sized(Protocol):
+    """The question of the masked stage: who dealt, and which vector is asked for."""
+
+    @property
+    def ids(self) -> list[int]: ...
+
+    @property
+    def elements(self) -> int: ...
+
+    @property
+    def wide(self) -> bool: ...
 
 
 def digest(*parts: bytes, size: int = 32) -> bytes:
@@ -44,7 +58,7 @@ class Context:
         where = self.run + self.round.to_bytes(4, "little") + bytes([self.number]) + self.ids
         return PROTOCOL + where + purpose.encode() + listed(clients)
 
-    def asked(self, basis: bytes, question: Mask) -> bytes:
+    def asked(self, basis: bytes, question: Sized) -> bytes:
         """A digest of everything that the server supplied and a masked vector depends on: `basis`, which is the
         method's question, the weights held and the round's earlier questions (see `ClientStack.basis`), and the stage's
         own fields."""

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
-from fedveil.core.message import Refused
+from fedveil.core.refused import Refused
 
 KEY = 32  # bytes
 BLOCK = 1 << 18  # bytes of key stream made at a time

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from fedveil.core import message
 from fedveil.core.message import Answer, Question, Shape, Size
+from fedveil.privacy.secagg.context import DIGEST, MARK, NONCE, SIGNATURE, TAG
 from fedveil.privacy.secagg.masks import KEY
 from fedveil.privacy.secagg.shamir import SHARE
 
-SIGNATURE, DIGEST, MARK, NONCE, TAG = 64, 32, 16, 12, 16  # bytes
 SEALED = NONCE + 2 * SHARE + TAG
 Ids = list[Annotated[int, Meta(ge=0, lt=message.SERVER)]]
 

@@ -15,12 +15,10 @@ from fedveil.core import message
 from fedveil.core.cohort import Answers, BelowQuorum, Cohort
 from fedveil.core.message import Question, Refused
 from fedveil.privacy.secagg import graph, masks, shamir
-from fedveil.privacy.secagg.context import Context
+from fedveil.privacy.secagg.context import MARK, SIGNATURE, Context
 from fedveil.privacy.secagg.masks import FixedPoint
 from fedveil.privacy.secagg.records import (
-    MARK,
     SEALED,
-    SIGNATURE,
     Advertise,
     Advertised,
     Agree,

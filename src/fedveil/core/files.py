@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fedveil.core.message import Refused
+from fedveil.core.refused import Refused
 
 _DIGEST = 16
 

@@ -1,0 +1,1 @@
+"""A client of fedveil without PyTorch: NumPy, ONNX Runtime, and for the secure sum and privacy `cryptography`."""
