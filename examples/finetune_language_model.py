@@ -20,16 +20,15 @@ import argparse
 import dataclasses
 import json
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import smollm2
 import torch
+from traffic import recorded
 
 import fedveil as fv
-from fedveil.core.ledger import Row
 from fedveil.methods.baffle.probing import forward_only
 
 
@@ -66,38 +65,6 @@ def probing(directions: int, batch: int, rate: float, **more: Any) -> fv.Baffle:
     server = {"optimizer": "adam", "lr": rate, "tau": 1e-8} | more.pop("server", {})
     settings: dict[str, Any] = {"clip": None, "down": "replay", "server": fv.ServerOptimizer(**server)}
     return fv.Baffle(directions=directions, batch=batch, **(settings | more))
-
-
-class Traffic:
-    """Bytes of each client over all rounds so far."""
-
-    def __init__(self) -> None:
-        self.up: Counter[str] = Counter()
-        self.down: Counter[str] = Counter()
-
-    def add(self, row: Row) -> dict[str, float]:
-        """Count a round, and return the bytes of a client: the mean, and of the one with the most."""
-        self.up.update(row.up)
-        self.down.update(row.down)
-        both = self.up + self.down
-        clients = max(1, len(both))
-        return {
-            "up": sum(self.up.values()) / clients,
-            "down": sum(self.down.values()) / clients,
-            "most": max(both.values(), default=0),
-        }
-
-
-def recorded(told: Callable[[dict[str, float]], object]) -> Callable[[Row], None]:
-    """An observer that passes on, for each round with an evaluation, its metrics and the traffic so far."""
-    traffic = Traffic()
-
-    def observe(row: Row) -> None:
-        sent = traffic.add(row)
-        if "accuracy" in row.metrics:
-            told({"round": row.round, "seconds": row.seconds, **row.metrics, **sent})
-
-    return observe
 
 
 def milliseconds(task: fv.Task, method: fv.Baffle, sentences: int = 128) -> float:
