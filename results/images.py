@@ -1,0 +1,175 @@
+"""A new layer on a frozen EfficientNet-Lite0 for CIFAR-10: forward passes only, beside backpropagation.
+
+    PYTHONPATH=examples python results/images.py FEATURES --out results/images.json
+
+FEATURES is written by examples/efficientnet.py. There are three steps:
+
+central  what the same layer reaches where one party has all pictures, or only those that settings are chosen on
+sweep    settings of each method on each split compared on validation pictures; test pictures are not loaded
+seeds    the best settings of each method with three seeds, on test pictures
+
+The file is rewritten after each run, and a run that it has is not repeated. On one core of a CPU all of it takes less
+than an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import finetune_images as example
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fedveil as fv
+from fedveil.runs.fingerprint import environment
+
+CLIENTS, COHORT, TUNED, SEEDS = 32, 8, 10, (0, 1, 2)
+SPLITS = ("iid", "dirichlet")
+WIDTHS = (128, 256, 512, 1280)
+Case = tuple[Callable[..., fv.Method], int, dict[str, Any]]  # a method, its rounds, its settings
+
+# Settings of the sweep. Messages of top-k and of sketches are so large that a client sends and receives in all about as
+# many bytes as with slopes.
+SWEEP: dict[str, list[Case]] = {
+    "forward": [(example.forward, 400, {"rate": rate, "directions": k}) for rate in (0.003, 0.01) for k in (32, 64)],
+    "fedavg": [(example.fedavg, 40, {"rate": rate}) for rate in (0.01, 0.03, 0.1)],
+    "top-k": [(example.top_k, 40, {"rate": rate, "share": 0.1}) for rate in (0.01, 0.03, 0.1)],
+    "sketch": [(example.sketch, 40, {"rate": rate, "numbers": 500}) for rate in (0.01, 0.03, 0.1)],
+}
+
+
+# ---------------------------------------------------------------------------------------------------- central
+
+
+def central(data: fv.Data, x: Tensor, y: Tensor) -> dict[str, float]:
+    """Fit a layer to the records by L-BFGS; of several weight decays, that with the best validation accuracy."""
+    assert data.validation_x is not None
+    assert data.validation_y is not None
+    found: list[dict[str, float]] = []
+    for decay in (1e-4, 1e-3, 1e-2):
+        layer = example.head(x.shape[1], data.classes)
+        optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=100, line_search_fn="strong_wolfe")
+
+        def loss(layer: torch.nn.Linear = layer, optimizer: torch.optim.Optimizer = optimizer, d: float = decay) -> Any:
+            optimizer.zero_grad()
+            value = F.cross_entropy(layer(x), y) + d / 2 * layer.weight.square().sum()
+            value.backward()
+            return value
+
+        optimizer.step(loss)
+        with torch.no_grad():
+            held, test = (
+                float((layer(a).argmax(1) == b).float().mean())
+                for a, b in ((data.validation_x, data.validation_y), (data.test_x, data.test_y))
+            )
+        found.append({"weight_decay": decay, "validation_accuracy": held, "accuracy": test})
+    return max(found, key=lambda each: each["validation_accuracy"])
+
+
+def own(data: fv.Data) -> dict[str, float]:
+    """The same from the validation records alone, which then are the training records of the fit."""
+    assert data.validation_x is not None
+    assert data.validation_y is not None
+    return central(data, data.validation_x, data.validation_y)
+
+
+# ---------------------------------------------------------------------------------------------------- the runs
+
+
+class Results:
+    """The file of results: runs by name, kept as they end."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.features, self.path = options.features, options.out
+        self.found: dict[str, Any] = {"central": {}, "sweep": {}, "seeds": {}}
+        if self.path.exists():
+            self.found |= json.loads(self.path.read_text(encoding="utf-8"))
+        self.held: dict[int, fv.Data] = {}
+
+    def data(self, width: int = example.WIDTH) -> fv.Data:
+        if width not in self.held:
+            self.held = {width: example.read(self.features, width)}  # one at a time
+        return self.held[width]
+
+    def keep(self, part: str, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """A run by its name: from the file, or made and written to it."""
+        if name not in self.found[part]:
+            began = time.perf_counter()
+            self.found[part][name] = made = make() | {"seconds": round(time.perf_counter() - began, 1)}
+            self.path.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
+            figures = {key: round(value, 4) for key, value in made.items() if isinstance(value, float)}
+            print(f"{part} {name}: {figures}", flush=True)
+        kept: dict[str, Any] = self.found[part][name]
+        return kept
+
+    def central(self) -> None:
+        for width in WIDTHS:
+            data = self.data(width)
+            self.keep("central", f"{width} features", lambda data=data: central(data, data.x, data.y))
+        self.keep("central", "validation pictures only", lambda: own(self.data()))
+
+    def sweep(self, split: str, name: str) -> int:
+        """Run the settings of a method on a split; the place of the best one in `SWEEP`."""
+        scores = []
+        for case in SWEEP[name]:
+            told = self.keep("sweep", f"{split} {name} {words(case)}", lambda case=case: self.tuning(split, case))
+            scores.append(told["validation_accuracy"])
+        return scores.index(max(scores))
+
+    def tuning(self, split: str, case: Case) -> dict[str, Any]:
+        data = self.data()
+        data = dataclasses.replace(
+            data, test_x=data.validation_x, test_y=data.validation_y, validation_x=None, validation_y=None
+        )
+        found = self.train(data, split, case, TUNED)
+        return {"validation_accuracy": found.pop("accuracy")} | {key: found[key] for key in ("up", "down")}
+
+    def train(self, data: fv.Data, split: str, case: Case, seed: int) -> dict[str, Any]:
+        make, rounds, settings = case
+        task = example.build(data, CLIENTS, split, seed)
+        found = example.train(task, make(**settings), rounds, COHORT, seed, max(1, rounds // 20))
+        last = found["rounds"][-1]
+        told = {key: last[key] for key in ("accuracy", "loss", "up", "down", "most")}
+        told |= {key: found[key] for key in ("up_a_round", "down_a_round", "weights")}
+        curve = [[row["round"], row["up"] + row["down"], row["accuracy"]] for row in found["rounds"]]
+        return told | {"rounds": rounds, "settings": words(case), "curve": curve}
+
+    def seeds(self) -> None:
+        for split in SPLITS:
+            for name, cases in SWEEP.items():
+                case = cases[self.sweep(split, name)]
+                for seed in SEEDS:
+                    run = lambda case=case, seed=seed: self.train(self.data(), split, case, seed)  # noqa: B023, E731
+                    self.keep("seeds", f"{split} {name} {seed}", run)
+
+
+def words(case: Case) -> str:
+    """The settings of a run in words."""
+    _, rounds, settings = case
+    return ", ".join([*(f"{name} {value:g}" for name, value in settings.items()), f"{rounds} rounds"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("features", type=Path, help="a file written by examples/efficientnet.py")
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file of results")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    results = Results(options)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    results.found |= {"command": "python results/images.py FEATURES --out results/images.json"}
+    results.found |= environment(device="cpu", commit=commit.stdout.strip())
+    results.central()
+    results.seeds()
+
+
+if __name__ == "__main__":
+    main()

