@@ -58,6 +58,7 @@ def test_a_head_learns_from_forward_passes_and_few_bytes(features, monkeypatch, 
     assert last["accuracy"] > 0.75
     assert last["validation_accuracy"] > 0.6
     assert 4 * 64 < found["up_a_round"] < 4 * 64 + 100  # slopes, and frames of the answers
+    assert found["down_a_round"] < 0.5 * 4 * found["weights"]  # coefficients, and not the weights
     assert last["up"] == pytest.approx(found["up_a_round"] * 40 * 2 / 4)
     assert "bytes a client and round" in capsys.readouterr().out
 
