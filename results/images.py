@@ -8,8 +8,8 @@ central  what the same layer reaches where one party has all pictures, or only t
 sweep    settings of each method on each split compared on validation pictures; test pictures are not loaded
 seeds    the best settings of each method with three seeds, on test pictures
 
-The file is rewritten after each run, and a run that it has is not repeated. On one core of a CPU all of it takes less
-than an hour.
+The file is rewritten after each run, and a run that it has is not repeated. Two processes with different --splits may
+fill one file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import dataclasses
 import json
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,17 @@ WIDTHS, DECAYS = (128, 256, 512, 1280), (1e-4, 1e-3, 1e-2)
 Case = tuple[Callable[..., fv.Method], int, dict[str, Any]]  # a method, its rounds, its settings
 
 # Settings of the sweep. Messages of top-k and of sketches are so large that a client sends and receives in all about as
-# many bytes as with slopes.
+# many bytes as with 64 slopes.
+RATES = (0.1, 0.3, 1.0)
 SWEEP: dict[str, list[Case]] = {
-    "forward": [(example.forward, 400, {"rate": rate, "directions": k}) for rate in (0.003, 0.01) for k in (32, 64)],
-    "fedavg": [(example.fedavg, 40, {"rate": rate}) for rate in (0.01, 0.03, 0.1)],
-    "top-k": [(example.top_k, 40, {"rate": rate, "share": 0.1}) for rate in (0.01, 0.03, 0.1)],
-    "sketch": [(example.sketch, 40, {"rate": rate, "numbers": 500}) for rate in (0.01, 0.03, 0.1)],
+    "forward": [
+        (example.forward, 500, {"rate": 0.005, "directions": 64}),
+        (example.forward, 500, {"rate": 0.01, "directions": 64}),
+        (example.forward, 500, {"rate": 0.01, "directions": 32}),
+    ],
+    "fedavg": [(example.fedavg, 40, {"rate": rate}) for rate in RATES],
+    "top-k": [(example.top_k, 100, {"rate": rate, "share": 0.1}) for rate in RATES],
+    "sketch": [(example.sketch, 100, {"rate": rate, "numbers": 500}) for rate in RATES],
 }
 
 
@@ -104,9 +109,13 @@ class Results:
     def __init__(self, options: argparse.Namespace) -> None:
         self.features, self.path = options.features, options.out
         self.found: dict[str, Any] = {"central": {}, "sweep": {}, "seeds": {}}
+        self.held: dict[int, fv.Data] = {}
+        self.read()
+
+    def read(self) -> None:
+        """Take over what the file has: another process may fill it, too."""
         if self.path.exists():
             self.found |= json.loads(self.path.read_text(encoding="utf-8"))
-        self.held: dict[int, fv.Data] = {}
 
     def data(self, width: int = example.WIDTH) -> fv.Data:
         if width not in self.held:
@@ -117,7 +126,9 @@ class Results:
         """A run by its name: from the file, or made and written to it."""
         if name not in self.found[part]:
             began = time.perf_counter()
-            self.found[part][name] = made = make() | {"seconds": round(time.perf_counter() - began, 1)}
+            made = make() | {"seconds": round(time.perf_counter() - began, 1)}
+            self.read()
+            self.found[part][name] = made
             self.path.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
             figures = {key: round(value, 4) for key, value in made.items() if isinstance(value, float)}
             print(f"{part} {name}: {figures}", flush=True)
@@ -154,8 +165,8 @@ class Results:
         curve = [[row["round"], row["up"] + row["down"], row["accuracy"]] for row in found["rounds"]]
         return told | {"rounds": rounds, "settings": words(case), "curve": curve}
 
-    def seeds(self) -> None:
-        for split in SPLITS:
+    def seeds(self, splits: Sequence[str]) -> None:
+        for split in splits:
             for name, cases in SWEEP.items():
                 case = cases[self.sweep(split, name)]
                 for seed in SEEDS:
@@ -173,6 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("features", type=Path, help="a file written by examples/efficientnet.py")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file of results")
+    parser.add_argument("--splits", nargs="+", default=SPLITS, help="default: iid dirichlet")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = Results(options)
@@ -180,7 +192,7 @@ def main() -> None:
     results.found |= {"command": "python results/images.py FEATURES --out results/images.json"}
     results.found |= environment(device="cpu", commit=commit.stdout.strip())
     results.central()
-    results.seeds()
+    results.seeds(options.splits)
 
 
 if __name__ == "__main__":
