@@ -4,9 +4,9 @@
 
 FEATURES is written by examples/efficientnet.py. There are three steps:
 
-central  what the same layer reaches where one party has all pictures, or only those that settings are chosen on
 sweep    settings of each method on each split compared on validation pictures; test pictures are not loaded
 seeds    the best settings of each method with three seeds, on test pictures
+central  what the same layer reaches where one party has all pictures, or only those that settings are chosen on
 
 The file is rewritten after each run, and a run that it has is not repeated. Two processes with different --splits may
 fill one file.
@@ -191,8 +191,8 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     results.found |= {"command": "python results/images.py FEATURES --out results/images.json"}
     results.found |= environment(device="cpu", commit=commit.stdout.strip())
-    results.central()
     results.seeds(options.splits)
+    results.central()
 
 
 if __name__ == "__main__":
