@@ -4,12 +4,12 @@
 
 FEATURES is written by examples/efficientnet.py. There are three steps:
 
-sweep    settings of each method on each split compared on validation pictures; test pictures are not loaded
-seeds    the best settings of each method with three seeds, on test pictures
+sweep    settings of each method on the IID split compared on validation pictures; test pictures are not loaded
+seeds    the best settings of each method with three seeds and on both splits, on test pictures
 central  what the same layer reaches where one party has all pictures, or only those that settings are chosen on
 
-The file is rewritten after each run, and a run that it has is not repeated. Two processes with different --splits may
-fill one file.
+The file is rewritten after each run, and a run that it has is not repeated. Several processes, with different --splits
+and --methods, may fill one file.
 """
 
 from __future__ import annotations
@@ -33,22 +33,19 @@ from fedveil.runs.fingerprint import environment
 
 CLIENTS, COHORT, TUNED, SEEDS = 32, 8, 10, (0, 1, 2)
 SPLITS = ("iid", "dirichlet")
-WIDTHS, DECAYS = (128, 256, 512, 1280), (1e-4, 1e-3, 1e-2)
+WIDTHS, DECAYS = (128, 256, 1280), (1e-4, 1e-3, 1e-2)
 Case = tuple[Callable[..., fv.Method], int, dict[str, Any]]  # a method, its rounds, its settings
 
 # Settings of the sweep. Messages of top-k and of sketches are so large that a client sends and receives in all about as
-# many bytes as with 64 slopes.
-RATES = (0.1, 0.3, 1.0)
+# many bytes as with 64 slopes. The best settings of slopes are then used for more rounds.
+RATES = (0.1, 0.3)
 SWEEP: dict[str, list[Case]] = {
-    "forward": [
-        (example.forward, 500, {"rate": 0.005, "directions": 64}),
-        (example.forward, 500, {"rate": 0.01, "directions": 64}),
-        (example.forward, 500, {"rate": 0.01, "directions": 32}),
-    ],
+    "forward": [(example.forward, 200, {"rate": rate, "directions": 64}) for rate in (0.005, 0.01, 0.02)],
     "fedavg": [(example.fedavg, 40, {"rate": rate}) for rate in RATES],
     "top-k": [(example.top_k, 100, {"rate": rate, "share": 0.1}) for rate in RATES],
     "sketch": [(example.sketch, 100, {"rate": rate, "numbers": 500}) for rate in RATES],
 }
+LONGER = {"forward": 600}
 
 
 # ---------------------------------------------------------------------------------------------------- central
@@ -108,14 +105,15 @@ class Results:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.features, self.path = options.features, options.out
-        self.found: dict[str, Any] = {"central": {}, "sweep": {}, "seeds": {}}
+        self.found: dict[str, Any] = {"sweep": {}, "seeds": {}, "central": {}}
         self.held: dict[int, fv.Data] = {}
         self.read()
 
     def read(self) -> None:
         """Take over what the file has: another process may fill it, too."""
         if self.path.exists():
-            self.found |= json.loads(self.path.read_text(encoding="utf-8"))
+            told = json.loads(self.path.read_text(encoding="utf-8"))
+            self.found |= {part: told[part] for part in ("sweep", "seeds", "central")}
 
     def data(self, width: int = example.WIDTH) -> fv.Data:
         if width not in self.held:
@@ -141,18 +139,18 @@ class Results:
             self.keep("central", f"{width} features", lambda data=data: central(data))
         self.keep("central", f"{example.WIDTH} features, validation pictures only", lambda: few(self.data()))
 
-    def sweep(self, split: str, name: str) -> int:
-        """Run the settings of a method on a split; the place of the best one in `SWEEP`."""
+    def sweep(self, name: str) -> int:
+        """Run the settings of a method on the first split; the place of the best one in `SWEEP`."""
         scores = []
         for case in SWEEP[name]:
-            told = self.keep("sweep", f"{split} {name} {words(case)}", lambda case=case: self.tuning(split, case))
+            told = self.keep("sweep", f"{name}: {words(case)}", lambda case=case: self.tuning(case))
             scores.append(told["validation_accuracy"])
         return scores.index(max(scores))
 
-    def tuning(self, split: str, case: Case) -> dict[str, Any]:
+    def tuning(self, case: Case) -> dict[str, Any]:
         x, y = held_out(self.data())
         data = dataclasses.replace(self.data(), test_x=x, test_y=y, validation_x=None, validation_y=None)
-        found = self.train(data, split, case, TUNED)
+        found = self.train(data, SPLITS[0], case, TUNED)
         return {"validation_accuracy": found.pop("accuracy")} | {key: found[key] for key in ("up", "down")}
 
     def train(self, data: fv.Data, split: str, case: Case, seed: int) -> dict[str, Any]:
@@ -165,10 +163,11 @@ class Results:
         curve = [[row["round"], row["up"] + row["down"], row["accuracy"]] for row in found["rounds"]]
         return told | {"rounds": rounds, "settings": words(case), "curve": curve}
 
-    def seeds(self, splits: Sequence[str]) -> None:
+    def seeds(self, splits: Sequence[str], methods: Sequence[str]) -> None:
         for split in splits:
-            for name, cases in SWEEP.items():
-                case = cases[self.sweep(split, name)]
+            for name in methods:
+                make, rounds, settings = SWEEP[name][self.sweep(name)]
+                case = make, LONGER.get(name, rounds), settings
                 for seed in SEEDS:
                     run = lambda case=case, seed=seed: self.train(self.data(), split, case, seed)  # noqa: B023, E731
                     self.keep("seeds", f"{split} {name} {seed}", run)
@@ -185,14 +184,17 @@ def main() -> None:
     parser.add_argument("features", type=Path, help="a file written by examples/efficientnet.py")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file of results")
     parser.add_argument("--splits", nargs="+", default=SPLITS, help="default: iid dirichlet")
+    parser.add_argument("--methods", nargs="+", default=SWEEP, help=f"default: {' '.join(SWEEP)}")
+    parser.add_argument("--only-federated", action="store_true", help="leave the central fits out")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = Results(options)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     results.found |= {"command": "python results/images.py FEATURES --out results/images.json"}
     results.found |= environment(device="cpu", commit=commit.stdout.strip())
-    results.seeds(options.splits)
-    results.central()
+    results.seeds(options.splits, options.methods)
+    if not options.only_federated:
+        results.central()
 
 
 if __name__ == "__main__":
