@@ -45,7 +45,7 @@ SWEEP: dict[str, list[Case]] = {
     "top-k": [(example.top_k, 100, {"rate": rate, "share": 0.1}) for rate in RATES],
     "sketch": [(example.sketch, 100, {"rate": rate, "numbers": 500}) for rate in RATES],
 }
-LONGER = {"forward": 600}
+LONGER = {"forward": 500}
 
 
 # ---------------------------------------------------------------------------------------------------- central
