@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import subprocess
 import time
@@ -33,7 +34,7 @@ from fedveil.runs.fingerprint import environment
 
 CLIENTS, COHORT, TUNED, SEEDS = 32, 8, 10, (0, 1, 2)
 SPLITS = ("iid", "dirichlet")
-WIDTHS, DECAYS = (128, 256, 1280), (1e-4, 1e-3, 1e-2)
+DECAYS = (1e-4, 1e-3, 1e-2)
 Case = tuple[Callable[..., fv.Method], int, dict[str, Any]]  # a method, its rounds, its settings
 
 # Settings of the sweep. Messages of top-k and of sketches are so large that a client sends and receives in all about as
@@ -106,7 +107,6 @@ class Results:
     def __init__(self, options: argparse.Namespace) -> None:
         self.features, self.path = options.features, options.out
         self.found: dict[str, Any] = {"sweep": {}, "seeds": {}, "central": {}}
-        self.held: dict[int, fv.Data] = {}
         self.read()
 
     def read(self) -> None:
@@ -115,10 +115,14 @@ class Results:
             told = json.loads(self.path.read_text(encoding="utf-8"))
             self.found |= {part: told[part] for part in ("sweep", "seeds", "central")}
 
-    def data(self, width: int = example.WIDTH) -> fv.Data:
-        if width not in self.held:
-            self.held = {width: example.read(self.features, width)}  # one at a time
-        return self.held[width]
+    def write(self) -> None:
+        for part in ("sweep", "seeds", "central"):
+            self.found[part] = dict(sorted(self.found[part].items()))
+        self.path.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
+
+    @functools.cached_property
+    def data(self) -> fv.Data:
+        return example.read(self.features)
 
     def keep(self, part: str, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A run by its name: from the file, or made and written to it."""
@@ -127,17 +131,15 @@ class Results:
             made = make() | {"seconds": round(time.perf_counter() - began, 1)}
             self.read()
             self.found[part][name] = made
-            self.path.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
+            self.write()
             figures = {key: round(value, 4) for key, value in made.items() if isinstance(value, float)}
             print(f"{part} {name}: {figures}", flush=True)
         kept: dict[str, Any] = self.found[part][name]
         return kept
 
     def central(self) -> None:
-        for width in WIDTHS:
-            data = self.data(width)
-            self.keep("central", f"{width} features", lambda data=data: central(data))
-        self.keep("central", f"{example.WIDTH} features, validation pictures only", lambda: few(self.data()))
+        self.keep("central", "all training pictures", lambda: central(self.data))
+        self.keep("central", "validation pictures only", lambda: few(self.data))
 
     def sweep(self, name: str) -> int:
         """Run the settings of a method on the first split; the place of the best one in `SWEEP`."""
@@ -148,8 +150,8 @@ class Results:
         return scores.index(max(scores))
 
     def tuning(self, case: Case) -> dict[str, Any]:
-        x, y = held_out(self.data())
-        data = dataclasses.replace(self.data(), test_x=x, test_y=y, validation_x=None, validation_y=None)
+        x, y = held_out(self.data)
+        data = dataclasses.replace(self.data, test_x=x, test_y=y, validation_x=None, validation_y=None)
         found = self.train(data, SPLITS[0], case, TUNED)
         return {"validation_accuracy": found.pop("accuracy")} | {key: found[key] for key in ("up", "down")}
 
@@ -169,7 +171,7 @@ class Results:
                 make, rounds, settings = SWEEP[name][self.sweep(name)]
                 case = make, LONGER.get(name, rounds), settings
                 for seed in SEEDS:
-                    run = lambda case=case, seed=seed: self.train(self.data(), split, case, seed)  # noqa: B023, E731
+                    run = lambda case=case, seed=seed: self.train(self.data, split, case, seed)  # noqa: B023, E731
                     self.keep("seeds", f"{split} {name} {seed}", run)
 
 
@@ -185,16 +187,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the JSON file of results")
     parser.add_argument("--splits", nargs="+", default=SPLITS, help="default: iid dirichlet")
     parser.add_argument("--methods", nargs="+", default=SWEEP, help=f"default: {' '.join(SWEEP)}")
-    parser.add_argument("--only-federated", action="store_true", help="leave the central fits out")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = Results(options)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-    results.found |= {"command": "python results/images.py FEATURES --out results/images.json"}
+    told = "" if options.splits == SPLITS else f" --splits {' '.join(options.splits)}"
+    results.found |= {"command": f"python results/images.py FEATURES --out results/images.json{told}"}
     results.found |= environment(device="cpu", commit=commit.stdout.strip())
     results.seeds(options.splits, options.methods)
-    if not options.only_federated:
-        results.central()
+    results.central()
+    results.write()
 
 
 if __name__ == "__main__":
