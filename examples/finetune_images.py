@@ -36,7 +36,7 @@ from fedveil.data import from_tensors, hold_out
 
 WIDTH = 256  # features that the new layer sees
 HELD = 0.1  # of the training pictures, to choose settings on
-ROUNDS = {"forward": 400, "fedavg": 40, "top-k": 40, "sketch": 40}
+ROUNDS = {"forward": 500, "fedavg": 40, "top-k": 40, "sketch": 40}
 
 
 # ---------------------------------------------------------------------------------------------------- the task
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--directions", type=int, help="K of the forward method (default 64)")
     parser.add_argument("--batch", type=int, help="pictures of a question, or of a local step (default 128, or 32)")
     parser.add_argument("--rate", type=float, help="learning rate of the server's Adam, or of local SGD")
-    parser.add_argument("--rounds", type=int, help="default 400, or 40 with backpropagation")
+    parser.add_argument("--rounds", type=int, help="default 500, or 40 with backpropagation")
     parser.add_argument("--split", default="iid", help="iid (default), dirichlet, shards or classes")
     parser.add_argument("--clients", type=int, default=32, help="default 32")
     parser.add_argument("--cohort", type=int, default=8, help="clients a round (default 8)")
