@@ -59,6 +59,18 @@ DIGITS_SHORT = (  # tuned alike, in the README
     *("fedavg-top-k-0.06", "fedavg-top-k-0.0155", "fedavg-sketch"),
     *("tofu", "tofu-8bit", "fedsynth", "fedsynth-8bit", "fedage", "baffle-clear"),
 )
+PAIRS = (  # of tuned rows
+    ("tofu", "fedavg-top-k-0.06"),
+    ("fedsynth", "fedavg-top-k-0.06"),
+    ("tofu-8bit", "fedavg-top-k-0.0155"),
+    ("fedsynth-8bit", "fedavg-top-k-0.0155"),
+    ("fedavg-sketch", "fedavg-top-k-0.0155"),
+    ("feddyn-classes", "scaffold-classes"),
+    ("fedlap", "scaffold-2class"),
+    ("fedlap", "feddm"),
+    ("fedlap-dp", "dp-fedavg-often"),
+    ("dp-sketch-users", "dp-fedavg-users"),
+)
 CLEAR = ("fedavg-2class", "fedavg-2class-fast", "feddm", "fedlap")
 PRIVATE = ("dp-fedavg", "dp-fedprox", "dp-scaffold", "dp-fedavg-often", "fedlap-dp")
 SURROGATES = tuple(f"{name}-{seed}" for name in (*CLEAR, *PRIVATE) for seed in range(3))
@@ -746,6 +758,17 @@ def tuned(group: str, base: str, more: Sequence[str] = ()) -> str:
     return table([*head, "test, %, five seeds", f"difference to `{base}`, points, with 95%"], body)
 
 
+def tuned_pairs() -> str:
+    """Differences between some tuned rows, other than to FedAvg."""
+    found = {row.name: row for row in choice.measured().rows}
+    body = []
+    for name, base in PAIRS:
+        apart = found[name].difference(found[base])
+        values = [each.value.show(ACCURACY).replace("%", "") for each in (found[name], found[base])]
+        body.append([f"`{name}`", f"`{base}`", *values, apart.show(ACCURACY, unit="") if apart else ""])
+    return table(["run", "against", "test, %", "the other's, %", "difference, points, with 95%"], body, 2)
+
+
 def tuned_short() -> str:
     """Some of these rows for the README: what a client sends, and the accuracy beside that of FedAvg."""
     found, told = {row.name: row for row in choice.measured().rows}, tuned_rows()
@@ -784,20 +807,21 @@ def tuned_commands() -> str:
 
 
 def situations() -> str:
-    """What `fedveil choose` recommends in ten situations, and what the runs of its recipes took."""
+    """What `fedveil choose` recommends in ten situations, and what the runs of its recipes took and reached."""
     told = json.loads((HERE / "situations.json").read_text(encoding="utf-8"))
-    head = ["situation", "options", "first recipe", "accuracy on the digits, %", "bytes up, forecast", "in its run"]
+    head = ["situation", "options", "first recipe", "bytes up and ε, forecast", "in its run"]
+    head += ["accuracy as measured, %", "in its run, %"]
     body = []
     for row in told["rows"]:
         options = row["command"].removeprefix("fedveil choose").strip()
+        sent = [count(row[part]["up"]) for part in ("forecast", "run")]
+        if row["run"]["epsilon"] is not None:
+            sent = [f"{up}, ε {row[p]['epsilon']:.3g}" for up, p in zip(sent, ("forecast", "run"), strict=True)]
+        reached = "" if row["run"]["accuracy"] is None else percent(row["run"]["accuracy"])
         accuracy = f"{percent(row['accuracy']['mean'])} ± {percent(row['accuracy']['deviation'])}"
-        up, private = [count(row[part]["up"]) for part in ("forecast", "run")], row["run"]["epsilon"]
-        epsilons = [f", ε {row[part]['epsilon']:.3g}" if private else "" for part in ("forecast", "run")]
-        body.append(
-            [row["situation"], f"`{options}`" if options else "", f"`{row['recipe']}`", accuracy]
-            + [sent + epsilon for sent, epsilon in zip(up, epsilons, strict=True)]
-        )
-    return table(head, body) + f"\n\nBy `{told['command']}` (commit {told['commit']})."
+        name = f"`{row['recipe']}`"
+        body.append([row["situation"], f"`{options}`" if options else "", name, *sent, accuracy, reached])
+    return table(head, body, 3) + f"\n\nBy `{told['command']}` (commit {told['commit']})."
 
 
 def images() -> str:
@@ -1002,6 +1026,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cifar commands": lambda: commands(f"cifar10/{path.name}" for path in sorted((HERE / "cifar10").iterdir())),
     "fashion commands": lambda: commands(f"fashion/{path.name}" for path in sorted((HERE / "fashion").iterdir())),
     "tuned short": tuned_short,
+    "tuned pairs": tuned_pairs,
     "tuned iid": lambda: tuned("iid", "fedavg"),
     "tuned classes": lambda: tuned("classes", "fedavg-classes"),
     "tuned few": lambda: tuned("few", "fedavg-2class"),

@@ -23,7 +23,6 @@ EPSILON = ("--epsilon", "8", "--delta", "1e-3")
 MANY = ("--clients", "287", "--cohort", "287")
 SITUATIONS: dict[str, tuple[str, ...]] = {
     "Ten clients, nothing else asked for": (),
-    "An uplink of 12 kB a round": ("--uplink", "12kB"),
     "An uplink of 3 kB a round": ("--uplink", "3kB"),
     "An uplink of 1 kB a round": ("--uplink", "1kB"),
     "Clients that cannot run backpropagation": ("--no-backprop",),
@@ -31,6 +30,7 @@ SITUATIONS: dict[str, tuple[str, ...]] = {
     "ε = 8 for each record": (*EPSILON, "--cohort", "10"),
     "ε = 8 for each client, under the secure sum": (*EPSILON, "--unit", "client", "--secure", *MANY),
     "Two classes a client": ("--task", "digits/fedavg-classes"),
+    "Two classes a client, all take part, five rounds at most": ("--task", "digits/fedavg-2class", "--rounds", "5"),
     "1,000 clients with 600 records, 100 kB, ε = 8, no backpropagation": (
         *("--uplink", "100kB", "--epsilon", "8", "--no-backprop", "--records", "600", "--clients", "1000"),
     ),

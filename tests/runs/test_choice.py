@@ -100,6 +100,14 @@ def test_only_recipes_that_were_measured_on_such_a_split_are_considered(digits: 
     ]
 
 
+def test_on_clients_that_differ_what_was_measured_with_all_of_them_needs_all(digits: fv.Data) -> None:
+    rows, split = [row("all", source="digits/fedlap")], ("split.kind=classes", "split.classes=2")
+    (some,) = considered(Wish(), rows, digits, *split, "cohort.size=5")
+    assert [broken.option for broken in some.broken] == ["--cohort"]
+    (everybody,) = considered(Wish(), rows, digits, *split, "cohort.size=10")
+    assert everybody.fits
+
+
 def test_the_noise_is_what_the_wished_epsilon_needs(digits: fv.Data) -> None:
     rows = [row("private", changes=PRIVATE)]
     (loose,) = considered(Wish(epsilon=8.0, delta=1e-3), rows, digits)

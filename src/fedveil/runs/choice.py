@@ -201,7 +201,7 @@ def _beats(one: Candidate, other: Candidate) -> bool:
 def _candidate(wish: Wish, plan: Recipe, task: Task, row: Measured) -> Candidate:
     source = row.plan
     own = dataclasses.replace(plan, rounds=source.rounds, method=source.method, target=None, early_stopping=None)
-    broken = [*_traits(wish, own)]
+    broken = [*_traits(wish, own), *_participation(source, own, task)]
     if not broken:
         own = _private(wish, own)
         try:
@@ -211,6 +211,14 @@ def _candidate(wish: Wish, plan: Recipe, task: Task, row: Measured) -> Candidate
         broken = [*_amounts(wish, told)]
         return Candidate(row, own, told, broken=tuple(broken))
     return Candidate(row, own, None, broken=tuple(broken))
+
+
+def _participation(source: Recipe, plan: Recipe, task: Task) -> Iterator[Broken]:
+    """Where clients differ, a round without some of them lacks what only they know. A method that was measured with all
+    of them in every round is none for rounds of a few."""
+    everybody = source.cohort.size >= source.split.clients
+    if _skewed(source) and everybody and plan.cohort.size < len(task.clients):
+        yield Broken("--cohort", "was measured with all clients in every round", len(task.clients) / plan.cohort.size)
 
 
 def _private(wish: Wish, plan: Recipe) -> Recipe:
