@@ -140,9 +140,8 @@ def test_imagined_clients_may_be_many_and_large(digits: fv.Data) -> None:
 
 
 def test_what_was_not_measured_is_said(digits: fv.Data) -> None:
-    plan, task = choice.placed(
-        recipe.read("digits/fedavg", ["task.model=baffle-lenet", "split.kind=dirichlet"]), digits
-    )
+    changes = ["task.model=baffle-lenet", "split.kind=dirichlet", "cohort.size=10"]
+    plan, task = choice.placed(recipe.read("digits/fedavg", changes), digits)
     private = msgspec.structs.replace(row("private", source="digits/dp-fedavg"), epsilon=5.85)
     (found,) = choice.consider(Wish(epsilon=4.0, delta=1e-4), plan, task, Table("", "", [private]))
     told = choice.beyond(found, task, imagined=False)
