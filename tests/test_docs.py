@@ -182,6 +182,8 @@ def test_every_command_and_option_on_a_page_exists(page):
 
 def test_every_option_that_stands_alone_is_one_of_some_command():
     known = {option for options in OPTIONS.values() for option in options} | {"--version", *EVERYWHERE}
+    edge = ROOT / "src" / "fedveil" / "methods" / "baffle" / "edge" / "__main__.py"  # the client without PyTorch
+    known |= set(re.findall(r'"(--[a-z-]+)"', read(edge)))
     for page in PAGES:
         for option in re.findall(r"`(--[a-z-]+)", read(page)):
             assert option in known, f"{name_of(page)} names {option}"
