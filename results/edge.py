@@ -269,7 +269,9 @@ def main() -> None:
     found = {"measure": measure, "slopes": slopes}[chosen.what]()
     print(json.dumps(found, indent=1))
     if chosen.out:
-        told = {"command": f"python results/edge.py {chosen.what}", **environment(), "results": found}
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        where = environment(commit=commit.stdout.strip())
+        told = {"command": f"python results/edge.py {chosen.what}", **where, "results": found}
         chosen.out.write_text(json.dumps(told, indent=1) + "\n")
 
 
