@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from fedveil.core.ledger import Ledger, Row
+from fedveil.core.metrics import ACCURACY
 from fedveil.report import write
 from fedveil.report.figures import averaged, curves
 from fedveil.report.folder import read
 from fedveil.report.grid import heat_map, panels
 from fedveil.report.groups import expand, grouped
+from fedveil.report.tuning import parallel
 
 Maker = Callable[..., Path]
 
@@ -142,3 +144,9 @@ def test_a_sweep_has_a_panel_for_each_value(make: Maker, tmp_path: Path) -> None
     assert panels(grouped(read([*folders, other]))) is None  # another method
     page = write(folders, tmp_path / "sweep.html").read_text(encoding="utf-8")
     assert "<h2>Sweep</h2>" in page
+
+
+def test_of_equal_trials_the_first_stands_out() -> None:
+    drawn = parallel([({"lr": 0.1}, 0.9), ({"lr": 0.2}, 0.9), ({"lr": 0.3}, 0.5)], [], ACCURACY)
+    bold = max(drawn.axes[0].lines, key=lambda line: line.get_linewidth())
+    assert next(iter(bold.get_ydata())) == pytest.approx(0.0)  # the lowest rate

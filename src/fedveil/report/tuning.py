@@ -24,7 +24,8 @@ def parallel(trials: Sequence[tuple[Mapping[str, Any], float]], logarithmic: Seq
     metric = [value for _, value in trials]
     columns = [_column([values.get(key) for values, _ in trials], key in logarithmic) for key in keys]
     columns.append(_column(metric, False))
-    order = np.argsort(metric if primary.maximise else [-value for value in metric], kind="stable")
+    sign = 1 if primary.maximise else -1
+    order = sorted(range(len(metric)), key=lambda i: (sign * metric[i], -i))  # of equal ones the first is the best
     for rank, i in enumerate(order):
         best = rank == len(order) - 1
         colour = COLOURS[1] if best else colormaps["Blues"](0.25 + 0.6 * rank / max(1, len(order) - 1))

@@ -265,10 +265,16 @@ def _amounts(wish: Wish, told: Mapping[str, Any]) -> Iterator[Broken]:
 
 
 def proves(plan: Recipe) -> list[tuple[str, str]]:
-    """The labelled privacy claims of a recipe's method, without those of options that it does not use."""
+    """The labelled privacy claims of a recipe's method: those of the options that it uses, and others. What attacks
+    measured is of the method without these options, so it is left out if there are some."""
     method: Any = plan.method
-    unused = tuple(f"with {key}:" for key in (*UNITS.values(), "secure") if getattr(method, key, None) is None)
-    return [(kind, sentence) for kind, sentence in method.about.claims if not sentence.startswith(unused)]
+    options = (*UNITS.values(), "secure")
+    used = tuple(f"with {key}:" for key in options if getattr(method, key, None) is not None)
+    found = [(kind, sentence) for kind, sentence in method.about.claims if sentence.startswith(used)] if used else []
+    others = [
+        claim for claim in method.about.claims if not claim[1].startswith(tuple(f"with {key}:" for key in options))
+    ]
+    return found + [claim for claim in others if not found or claim[0] != "measured"]
 
 
 def beyond(candidate: Candidate, task: Task, imagined: bool) -> list[str]:
