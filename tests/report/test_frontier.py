@@ -1,6 +1,7 @@
 """The frontier: who dominates whom, what a target costs, and what a budget buys."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +41,15 @@ def test_only_what_nothing_beats_in_everything_is_on_the_frontier(runs: list[Pat
     assert tofu.dominates(tiny)
     assert not tofu.dominates(tofu)
     assert not tofu.dominates(fedavg)
+
+
+def test_less_memory_keeps_a_recipe_on_the_frontier(make: Maker, row: Rower) -> None:
+    much = make("m/much", [row(1, 0.9, memory=2000)], extra="seed = 0")
+    less = make("m/less", [row(1, 0.8, memory=1000)], method="tofu", extra="seed = 0")
+    old = make("m/old", [row(1, 0.7, memory=0)], method="tiny", extra="seed = 0")  # a ledger without this field
+    found = points(grouped(read([much, less, old])), None)
+    assert [point.costs["memory"] for point in found] == [2000, 1000, math.inf]
+    assert [point.name for point in frontier(found)] == ["fedavg", "tofu"]
 
 
 def test_a_metric_of_which_less_is_better(runs: list[Path]) -> None:

@@ -52,6 +52,8 @@ def agree(plan: fv.Recipe, digits: fv.Data) -> None:
         found = told[way]
         assert (found["total"], found["least"], found["most"]) == (sum(each), min(each), max(each)), way
     assert told["passes"]["total"] == sum(row.passes for row in rows)
+    largest = max(row.memory for row in rows)  # of a client with the most records that any may have
+    assert largest >= sum(told["memory_estimate"].values()) > 0.9 * largest
 
 
 @pytest.mark.parametrize("name", DIGITS)
