@@ -29,7 +29,7 @@ def test_words_say_why_what_it_proves_and_what_was_not_measured(monkeypatch: pyt
     assert max(map(len, told.splitlines())) <= 80
     for word in (
         "why: ",
-        "settings: digits/",
+        "measured as: digits/",
         "measured: ",
         "extrapolates: ",
         "5 of 1,000 clients",
@@ -72,3 +72,12 @@ def test_json_names_what_excludes_the_others() -> None:
     excluded = {each["recipe"]: each["broken"] for each in told["others"]}
     assert excluded["fedavg"] == {"--no-backprop": "needs gradients"}
     assert all("baffle" in each["recipe"] for each in told["choices"])
+
+
+def test_the_recipe_that_is_written_has_the_epsilon_asked_for_and_not_the_measured_one(tmp_path: Path) -> None:
+    file = tmp_path / "best.toml"
+    told = good("choose", "--epsilon", 2, "--delta", "1e-4", "--cohort", 10, "-o", file, "--format", "json")
+    promise = recipe.read(str(file)).method.promise
+    assert promise is not None
+    assert (promise.budget, promise.delta) == (2.0, 1e-4)
+    assert told["choices"][0]["cost"]["epsilon"] <= 2

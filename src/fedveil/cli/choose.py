@@ -149,8 +149,7 @@ def _choice(each: Candidate, first: Candidate, task: Task, imagined: bool) -> di
     difference = None if each is first else each.row.difference(first.row)
     return {
         "recipe": each.row.name,
-        "from": each.row.recipe,
-        "changes": each.row.changes,
+        "measured_as": {"recipe": each.row.recipe, "changes": each.row.changes},
         "accuracy": {"mean": each.row.value.mean, "deviation": each.row.value.deviation, "seeds": each.row.value.count},
         "difference": difference and difference.record(),
         "cost": each.told,
@@ -203,7 +202,7 @@ def _words(each: Candidate, fits: Sequence[Candidate], task: Task, imagined: boo
 
     yield "why", _why(each, fits, ACCURACY)
     changes = " ".join(f"--set {_quoted(change)}" for change in each.row.changes)
-    yield "settings", f"{each.row.recipe} {changes}".strip()
+    yield "measured as", f"{each.row.recipe} {changes}".strip()
     for kind, sentence in proves(each.plan):
         yield kind, sentence
     for sentence in beyond(each, task, imagined):

@@ -1,6 +1,7 @@
 """The client without PyTorch: in a process of its own, against the one with it, and against hostile questions."""
 
 import contextlib
+import io
 import json
 import os
 import struct
@@ -23,6 +24,7 @@ from fedveil.core.refused import Refused
 from fedveil.engines import LocalEngine
 from fedveil.methods.baffle.baffle import Probe, Slopes
 from fedveil.methods.baffle.edge import frames
+from fedveil.methods.baffle.edge.__main__ import serve
 from fedveil.methods.baffle.edge.client import Edge
 from fedveil.methods.baffle.export import export
 from methods.baffle.probes import stack
@@ -312,3 +314,30 @@ def test_the_command_writes_a_client(tmp_path):
 def test_an_edge_client_moves_weights_as_far_as_the_method_does(task, tmp_path, given, sigma):
     export(task, fv.Baffle(directions=2, **given), tmp_path)
     assert json.loads((tmp_path / "settings.json").read_text())["sigma"] == sigma
+
+
+def test_of_a_question_that_is_too_long_no_more_than_the_limit_is_held():
+    class Edge:
+        limit = 10
+
+        def answer(self, question):
+            if len(question) > self.limit:
+                raise Refused("too large", "more than the 10 bytes that were expected")
+            return question
+
+    class Questions(io.BytesIO):
+        most = 0
+
+        def read(self, size=-1):
+            self.most = max(self.most, size)
+            return super().read(size)
+
+    replies = io.BytesIO()
+    questions = Questions(b"".join(len(q).to_bytes(4, "little") + q for q in (b"a", bytes(200_000), b"b")))
+    serve(Edge(), questions, replies)
+    refusal = b"\1too large: more than the 10 bytes that were expected"
+    assert replies.getvalue() == b"".join(len(r).to_bytes(4, "little") + r for r in (b"\0a", refusal, b"\0b"))
+    assert questions.most <= 1 << 16
+    claimed = Questions((2**32 - 1).to_bytes(4, "little") + b"cut off")
+    serve(Edge(), claimed, io.BytesIO())
+    assert claimed.most <= 1 << 16

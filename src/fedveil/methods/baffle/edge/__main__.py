@@ -19,6 +19,8 @@ import numpy as np
 from fedveil.core.refused import Refused
 from fedveil.methods.baffle.edge.client import Edge
 
+CHUNK = 1 << 16  # bytes of a question that is too long, which are read at once and dropped
+
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
@@ -43,16 +45,20 @@ def main(arguments: list[str] | None = None) -> None:
         serve(edge, sys.stdin.buffer, sys.stdout.buffer)
         return
     try:
-        sys.stdout.buffer.write(edge.answer(sys.stdin.buffer.read()))
+        sys.stdout.buffer.write(edge.answer(sys.stdin.buffer.read(edge.limit + 1)))
     except Refused as error:
         sys.exit(f"refused: {error}")
 
 
 def serve(edge: Edge, questions: BinaryIO, replies: BinaryIO) -> None:
-    """Answer questions until there are no more."""
+    """Answer questions until there are no more. Of one that is too long, no more than the limit is held."""
     while len(head := questions.read(4)) == 4:
+        size = int.from_bytes(head, "little")
+        question = questions.read(min(size, edge.limit + 1))
+        for start in range(len(question), size, CHUNK):
+            questions.read(min(CHUNK, size - start))
         try:
-            reply = b"\0" + edge.answer(questions.read(int.from_bytes(head, "little")))
+            reply = b"\0" + edge.answer(question)
         except Refused as error:
             reply = b"\1" + str(error).encode()
         replies.write(len(reply).to_bytes(4, "little") + reply)

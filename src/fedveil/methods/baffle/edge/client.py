@@ -73,6 +73,11 @@ class Edge:
             own = settings, client, len(x), identities, self._store
             self._summed = Summed(*own, self._asks, self._inner, held)
 
+    @property
+    def limit(self) -> int:
+        """The most bytes that a question may have."""
+        return (1 << 20) + 8 * 4 * int(self._size)
+
     def close(self) -> None:
         """Let another process have the client's state."""
         if self._store:
@@ -92,8 +97,8 @@ class Edge:
         raise Refused("failed", NO_ANSWER) from None
 
     def _answer(self, question: bytes) -> bytes:
-        if len(question) > (limit := (1 << 20) + 8 * 4 * self._size):
-            raise Refused("too large", f"{len(question)} bytes where at most {limit} were expected")
+        if len(question) > self.limit:
+            raise Refused("too large", f"more than the {self.limit} bytes that were expected")
         name, where, payload = frames.opened(question)
         if where.client != self.client:
             raise Refused("unknown client", f"this is client {self.client}, not {where.client}")
