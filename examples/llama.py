@@ -118,6 +118,11 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens [B, T] -> logits [B, labels]."""
+        x = self.norm(self.state(tokens, len(self.layers)))
+        return (x[:, None] * self.words).sum(-1)  # not a product of matrices, which autocast computes in few bits
+
+    def state(self, tokens: Tensor, layers: int) -> Tensor:
+        """What the first `layers` layers make of each prompt's last token: tokens [B, T] -> [B, width]."""
         tokens = tokens.long()
         last = (tokens != PADDING).sum(1) - 1
         x = F.embedding(tokens, self.embedding).to(widest(self))
@@ -125,10 +130,9 @@ class Llama(nn.Module):
             x = torch.cat([self.prompt.expand(len(x), -1, -1), x], 1)
             last = last + self.config.prompt
         cosines, sines = rotations(x.shape[1], self.config, x)
-        for layer in self.layers:
+        for layer in self.layers[:layers]:
             x = layer(x, cosines, sines)
-        x = self.norm(x.gather(1, last[:, None, None].expand(-1, 1, x.shape[-1]))[:, 0])
-        return (x[:, None] * self.words).sum(-1)  # not a product of matrices, which autocast computes in few bits
+        return x.gather(1, last[:, None, None].expand(-1, 1, x.shape[-1]))[:, 0]
 
 
 def widest(model: nn.Module) -> torch.dtype:

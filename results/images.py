@@ -2,202 +2,27 @@
 
     PYTHONPATH=examples python results/images.py FEATURES --out results/images.json
 
-FEATURES is written by examples/efficientnet.py. There are three steps:
-
-sweep    settings of each method on the IID split compared on validation pictures; test pictures are not loaded
-seeds    the best settings of each method with three seeds and on both splits, on test pictures
-central  what the same layer reaches where one party has all pictures, or only those that settings are chosen on
-
-The file is rewritten after each run, and a run that it has is not repeated. Several processes, with different --splits
-and --methods, may fill one file.
+FEATURES is written by examples/efficientnet.py. `frozen.py` explains the steps.
 """
 
-from __future__ import annotations
+import finetune_images
+import frozen
+import heads
 
-import argparse
-import dataclasses
-import functools
-import json
-import subprocess
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
-
-import finetune_images as example
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-import fedveil as fv
-from fedveil.runs.fingerprint import environment
-
-CLIENTS, COHORT, TUNED, SEEDS = 32, 8, 10, (0, 1, 2)
-SPLITS = ("iid", "dirichlet")
-DECAYS = (1e-4, 1e-3, 1e-2)
-Case = tuple[Callable[..., fv.Method], int, dict[str, Any]]  # a method, its rounds, its settings
-
-# Settings of the sweep. Messages of top-k and of sketches are so large that a client sends and receives in all about as
-# many bytes as with 64 slopes. The best settings of slopes are then used for more rounds.
+# Messages of top-k and of sketches are so large that a client sends and receives in all about as many bytes as with 64
+# slopes. The best settings of slopes are then used for more rounds.
 RATES = (0.1, 0.3)
-SWEEP: dict[str, list[Case]] = {
-    "forward": [(example.forward, 200, {"rate": rate, "directions": 64}) for rate in (0.005, 0.01, 0.02)],
-    "fedavg": [(example.fedavg, 40, {"rate": rate}) for rate in RATES],
-    "top-k": [(example.top_k, 100, {"rate": rate, "share": 0.1}) for rate in RATES],
-    "sketch": [(example.sketch, 100, {"rate": rate, "numbers": 500}) for rate in RATES],
-}
-LONGER = {"forward": 500}
-
-
-# ---------------------------------------------------------------------------------------------------- central
-
-
-def fitted(x: Tensor, y: Tensor, classes: int, decay: float) -> torch.nn.Linear:
-    """The layer with the least loss on some records, by L-BFGS."""
-    layer = example.head(x.shape[1], classes)
-    optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=100, line_search_fn="strong_wolfe")
-
-    def loss() -> Any:
-        optimizer.zero_grad()
-        value = F.cross_entropy(layer(x), y) + decay / 2 * layer.weight.square().sum()
-        value.backward()
-        return value
-
-    optimizer.step(loss)
-    return layer
-
-
-@torch.no_grad()
-def accuracy(layer: torch.nn.Linear, x: Tensor, y: Tensor) -> float:
-    return float((layer(x).argmax(1) == y).float().mean())
-
-
-def central(data: fv.Data) -> dict[str, float]:
-    """One party has all training pictures. The weight decay is chosen on the validation pictures."""
-    held = held_out(data)
-    scores = {decay: accuracy(fitted(data.x, data.y, data.classes, decay), *held) for decay in DECAYS}
-    best = max(scores, key=scores.__getitem__)
-    layer = fitted(data.x, data.y, data.classes, best)
-    told = {"records": len(data.x), "weight_decay": best, "validation_accuracy": scores[best]}
-    return told | {"accuracy": accuracy(layer, data.test_x, data.test_y)}
-
-
-def few(data: fv.Data) -> dict[str, float]:
-    """One party has the validation pictures only. The weight decay is chosen on a fifth of them."""
-    x, y = held_out(data)
-    part = len(x) // 5
-    scores = {d: accuracy(fitted(x[part:], y[part:], data.classes, d), x[:part], y[:part]) for d in DECAYS}
-    best = max(scores, key=scores.__getitem__)
-    layer = fitted(x, y, data.classes, best)
-    return {"records": len(x), "weight_decay": best, "accuracy": accuracy(layer, data.test_x, data.test_y)}
-
-
-def held_out(data: fv.Data) -> tuple[Tensor, Tensor]:
-    assert data.validation_x is not None
-    assert data.validation_y is not None
-    return data.validation_x, data.validation_y
-
-
-# ---------------------------------------------------------------------------------------------------- the runs
-
-
-class Results:
-    """The file of results: runs by name, kept as they end."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.features, self.path = options.features, options.out
-        self.found: dict[str, Any] = {"sweep": {}, "seeds": {}, "central": {}}
-        self.read()
-
-    def read(self) -> None:
-        """Take over what the file has: another process may fill it, too."""
-        if self.path.exists():
-            told = json.loads(self.path.read_text(encoding="utf-8"))
-            self.found |= {part: told[part] for part in ("sweep", "seeds", "central")}
-
-    def write(self) -> None:
-        for part in ("sweep", "seeds", "central"):
-            self.found[part] = dict(sorted(self.found[part].items()))
-        self.path.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
-
-    @functools.cached_property
-    def data(self) -> fv.Data:
-        return example.read(self.features)
-
-    def keep(self, part: str, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """A run by its name: from the file, or made and written to it."""
-        if name not in self.found[part]:
-            began = time.perf_counter()
-            made = make() | {"seconds": round(time.perf_counter() - began, 1)}
-            self.read()
-            self.found[part][name] = made
-            self.write()
-            figures = {key: round(value, 4) for key, value in made.items() if isinstance(value, float)}
-            print(f"{part} {name}: {figures}", flush=True)
-        kept: dict[str, Any] = self.found[part][name]
-        return kept
-
-    def central(self) -> None:
-        self.keep("central", "all training pictures", lambda: central(self.data))
-        self.keep("central", "validation pictures only", lambda: few(self.data))
-
-    def sweep(self, name: str) -> int:
-        """Run the settings of a method on the first split; the place of the best one in `SWEEP`."""
-        scores = []
-        for case in SWEEP[name]:
-            told = self.keep("sweep", f"{name}: {words(case)}", lambda case=case: self.tuning(case))
-            scores.append(told["validation_accuracy"])
-        return scores.index(max(scores))
-
-    def tuning(self, case: Case) -> dict[str, Any]:
-        x, y = held_out(self.data)
-        data = dataclasses.replace(self.data, test_x=x, test_y=y, validation_x=None, validation_y=None)
-        found = self.train(data, SPLITS[0], case, TUNED)
-        return {"validation_accuracy": found.pop("accuracy")} | {key: found[key] for key in ("up", "down")}
-
-    def train(self, data: fv.Data, split: str, case: Case, seed: int) -> dict[str, Any]:
-        make, rounds, settings = case
-        task = example.build(data, CLIENTS, split, seed)
-        found = example.train(task, make(**settings), rounds, COHORT, seed, max(1, rounds // 20))
-        last = found["rounds"][-1]
-        told = {key: last[key] for key in ("accuracy", "loss", "up", "down", "most")}
-        told |= {key: found[key] for key in ("up_a_round", "down_a_round", "weights")}
-        curve = [[row["round"], row["up"] + row["down"], row["accuracy"]] for row in found["rounds"]]
-        return told | {"rounds": rounds, "settings": words(case), "curve": curve}
-
-    def seeds(self, splits: Sequence[str], methods: Sequence[str]) -> None:
-        for split in splits:
-            for name in methods:
-                make, rounds, settings = SWEEP[name][self.sweep(name)]
-                case = make, LONGER.get(name, rounds), settings
-                for seed in SEEDS:
-                    run = lambda case=case, seed=seed: self.train(self.data, split, case, seed)  # noqa: B023, E731
-                    self.keep("seeds", f"{split} {name} {seed}", run)
-
-
-def words(case: Case) -> str:
-    """The settings of a run in words."""
-    _, rounds, settings = case
-    return ", ".join([*(f"{name} {value:g}" for name, value in settings.items()), f"{rounds} rounds"])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("features", type=Path, help="a file written by examples/efficientnet.py")
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file of results")
-    parser.add_argument("--splits", nargs="+", default=SPLITS, help="default: iid dirichlet")
-    parser.add_argument("--methods", nargs="+", default=SWEEP, help=f"default: {' '.join(SWEEP)}")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    results = Results(options)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-    told = "" if options.splits == SPLITS else f" --splits {' '.join(options.splits)}"
-    results.found |= {"command": f"python results/images.py FEATURES --out results/images.json{told}"}
-    results.found |= environment(device="cpu", commit=commit.stdout.strip())
-    results.seeds(options.splits, options.methods)
-    results.central()
-    results.write()
-
+STUDY = frozen.Study(
+    "images.py",
+    finetune_images.WIDTH,
+    sweep={
+        "forward": [(heads.forward, 200, {"rate": rate, "directions": 64}) for rate in (0.005, 0.01, 0.02)],
+        "fedavg": [(heads.fedavg, 40, {"rate": rate}) for rate in RATES],
+        "top-k": [(heads.top_k, 100, {"rate": rate, "share": 0.1}) for rate in RATES],
+        "sketch": [(heads.sketch, 100, {"rate": rate, "numbers": 500}) for rate in RATES],
+    },
+    longer={"forward": 500},
+)
 
 if __name__ == "__main__":
-    main()
+    frozen.main(__doc__, STUDY)

@@ -65,10 +65,10 @@ def test_a_head_learns_from_forward_passes_and_few_bytes(features, monkeypatch, 
 
 @pytest.mark.parametrize(("name", "most"), [("fedavg", 3000), ("top-k", 700), ("sketch", 700)])
 def test_the_rivals_of_forward_passes_learn_too(features, name, most):
-    import finetune_images
+    import heads
 
-    task = finetune_images.build(finetune_images.read(features), 4, "dirichlet")
-    found = finetune_images.train(task, finetune_images.METHODS[name](), 10, 2)
+    task = heads.build(heads.read(features, 256), 4, "dirichlet")
+    found = heads.train(task, heads.METHODS[name](), 10, 2)
     assert found["rounds"][-1]["accuracy"] > found["before"]["accuracy"] + 0.1
     assert found["up_a_round"] < most
 
@@ -170,3 +170,54 @@ def test_the_language_model_example_runs(monkeypatch, tmp_path, capsys):
     call(monkeypatch, "finetune_language_model", tmp_path / "toy", *few, "--out", tmp_path / "language.json")
     assert json.loads((tmp_path / "language.json").read_text())["rounds"][0]["up"] > 0
     assert "round 1: test" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory):
+    """A file of features of a toy language model."""
+    folder = tmp_path_factory.mktemp("sentences")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "examples")
+        call(patch, "smollm2", "toy", "--out", folder / "toy")
+        call(patch, "smollm2", "features", folder / "toy", "--layer", 1, "--out", folder / "toy.npz")
+    return folder / "toy.npz"
+
+
+def test_a_head_on_a_language_model_learns_from_forward_passes(sentences, monkeypatch, tmp_path):
+    out, settings = tmp_path / "sentences.json", ["--rounds", 30, "--clients", 4, "--cohort", 2, "--width", 16]
+    call(monkeypatch, "finetune_sentences", sentences, *settings, "--rate", 0.03, "--out", out)
+    found = json.loads(out.read_text())
+    assert found["rounds"][-1]["loss"] < found["before"]["loss"] - 0.05
+    assert "validation_accuracy" in found["rounds"][-1]
+
+
+def test_features_are_of_the_last_token_after_a_layer(sentences):
+    import heads
+    import smollm2
+
+    folder = sentences.parent / "toy"
+    data, model = smollm2.data(folder), smollm2.model(folder)
+    prompt = data.test_x[:1, : int((data.test_x[0] != 0).sum())]
+    with torch.no_grad():
+        state = smollm2.states(model, prompt, 1)
+        longer = smollm2.states(model, torch.cat([prompt, torch.zeros(1, 9, dtype=prompt.dtype)], 1), 1)
+    assert state.square().mean().item() == pytest.approx(1, abs=1e-3)
+    assert torch.allclose(state, longer, atol=1e-5)  # padding is not seen
+    assert heads.read(sentences, 8).validation_x.shape == (24, 8)
+
+
+def test_the_basis_comes_from_random_prompts_and_spreads_them_evenly():
+    import smollm2
+
+    prompts = torch.zeros(6, 30, dtype=torch.long)
+    for i, row in enumerate(prompts):
+        row[: 9 + i] = torch.tensor([7, 8, *[10 + i] * (4 + i), 5, 6, 4])
+    made = smollm2.random_prompts(prompts, 50, count=64)
+    own = [row[row != 0].tolist() for row in made]
+    assert all(row[:2] == [7, 8] and row[-3:] == [5, 6, 4] for row in own)
+    assert len({tuple(row) for row in own}) > 60
+    x = torch.randn(4000, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 5.0, 0.2])
+    basis = smollm2.whitening(x)
+    spread = torch.cov((x @ basis).T)
+    assert torch.allclose(spread, torch.eye(3), atol=0.2)
+    assert basis[:, 0].abs().argmax() == 1  # the direction of the greatest variance comes first
