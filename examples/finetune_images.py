@@ -23,7 +23,7 @@ WIDTH = 256  # features that the new layer sees
 
 
 def main() -> None:
-    heads.main(__doc__, WIDTH, forward_rounds=500)
+    heads.main(__doc__, 500, WIDTH)
 
 
 if __name__ == "__main__":

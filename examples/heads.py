@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from traffic import Traffic, recorded
 
 import fedveil as fv
-from fedveil.data import from_tensors, hold_out
+from fedveil.data import from_folder, from_tensors, hold_out
 
 HELD = 0.1  # of the training records, to choose settings on, where the file has none for that
 ROUNDS = {"fedavg": 40, "top-k": 40, "sketch": 40}
@@ -27,21 +27,21 @@ ROUNDS = {"fedavg": 40, "top-k": 40, "sketch": 40}
 # ---------------------------------------------------------------------------------------------------- the task
 
 
-def read(path: Path, width: int) -> fv.Data:
-    """Features [n, width] of a file by examples/efficientnet.py or examples/smollm2.py.
+def read(path: Path, width: int | None = None) -> fv.Data:
+    """Features of a file by examples/efficientnet.py, in `width` coordinates, or those of any file that fedveil reads.
 
-    Features are their coordinates along the first directions of the basis, which follows from the published weights.
-    Each record's are then standardised by themselves, so a client needs to know nothing of anybody else's records.
+    Coordinates are along the first directions of the basis, which follows from the published weights. Each record's are
+    then standardised by themselves, so a client needs to know nothing of anybody else's records.
     """
     with np.load(path, allow_pickle=False) as held:
-        basis = torch.from_numpy(held["basis"])[:, :width]
-        parts = [part for part in ("train", "test", "validation") if f"{part}_x" in held]
-        x = {part: shortened(torch.from_numpy(held[f"{part}_x"]), basis) for part in parts}
-        y = {part: held[f"{part}_y"] for part in parts}
-        labels, name = tuple(map(str, held["labels"])), str(held["data"])
-    own = (x["validation"], y["validation"]) if "validation" in x else None
-    data = from_tensors(x["train"], y["train"], x["test"], y["test"], labels=labels, validation=own, name=name)
-    return data if own else hold_out(data, HELD, fv.Seed.root(0))
+        if "basis" in held:
+            basis = torch.from_numpy(held["basis"])[:, :width]
+            x, test_x = (shortened(torch.from_numpy(held[f"{part}_x"]), basis) for part in ("train", "test"))
+            y, test_y, labels = held["train_y"], held["test_y"], tuple(map(str, held["labels"]))
+            data = from_tensors(x, y, test_x, test_y, labels=labels, name=str(held["data"]))
+        else:
+            data = from_folder(path)
+    return data if data.validation_x is not None else hold_out(data, HELD, fv.Seed.root(0))
 
 
 def shortened(features: Tensor, basis: Tensor) -> Tensor:
@@ -49,9 +49,9 @@ def shortened(features: Tensor, basis: Tensor) -> Tensor:
     return torch.cat([F.layer_norm(part.float() @ basis, basis.shape[1:]) for part in features.split(4096)])
 
 
-def head(width: int, classes: int) -> nn.Linear:
+def head(input: Sequence[int], classes: int) -> nn.Linear:
     """The layer that is trained. It starts with zeros, so that all classes are equally likely."""
-    layer = nn.Linear(width, classes)
+    layer = nn.Linear(*input, classes)
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer
@@ -64,7 +64,7 @@ def build(data: fv.Data, clients: int, kind: str = "iid", seed: int = 0) -> fv.T
     """
     most = -(-len(data.x) // clients) if kind == "iid" else None
     split = fv.split(kind, data, clients, fv.Seed.root(seed), max_records=most)
-    return fv.Task(head(data.input[0], data.classes), data, split)
+    return fv.Task(head(data.input, data.classes), data, split)
 
 
 # ---------------------------------------------------------------------------------------------------- the methods
@@ -130,7 +130,7 @@ def shown(row: dict[str, float]) -> str:
     return f"round {row['round']:.0f}: test {100 * row['accuracy']:.1f}%{held}, {sent}"
 
 
-def main(told: str | None, width: int, forward_rounds: int, argv: Sequence[str] | None = None) -> None:
+def main(told: str | None, forward_rounds: int, width: int | None = None, argv: Sequence[str] | None = None) -> None:
     """The command line of a program that trains a head, with its text and its defaults."""
     rounds = ROUNDS | {"forward": forward_rounds}
     parser = argparse.ArgumentParser(description=told, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -145,14 +145,15 @@ def main(told: str | None, width: int, forward_rounds: int, argv: Sequence[str] 
     parser.add_argument("--split", default="iid", help="iid (default), dirichlet, shards or classes")
     parser.add_argument("--clients", type=int, default=32, help="default 32")
     parser.add_argument("--cohort", type=int, default=8, help="clients a round (default 8)")
-    parser.add_argument("--width", type=int, default=width, help=f"features that the new layer sees (default {width})")
+    if width:
+        parser.add_argument("--width", type=int, default=width, help=f"features that the layer sees (default {width})")
     parser.add_argument("--evaluate-every", type=int, default=10, help="rounds (default 10)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="the JSON file to write")
     options = parser.parse_args(argv)
     if options.directions is not None and options.method != "forward":
         parser.error(f"--directions is for --method forward, not {options.method}; leave it out")
-    task = build(read(options.features, options.width), options.clients, options.split, options.seed)
+    task = build(read(options.features, options.width if width else None), options.clients, options.split, options.seed)
     given = {name: getattr(options, name) for name in ("directions", "batch", "rate")}
     method = METHODS[options.method](**{name: value for name, value in given.items() if value is not None})
     print(f"{task.layout.size:,} trained weights, {len(task.clients)} clients")

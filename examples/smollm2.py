@@ -231,34 +231,35 @@ def plain(rows: Tensor, kind: str) -> Tensor:
 
 
 @torch.inference_mode()
-def features(folder: Path, out: Path, layer: int, precision: str = "float32", device: str = "cpu") -> None:
-    """Write what the first layers make of the last token of each prompt, and a basis that spreads it evenly.
+def features(folder: Path, out: Path, layer: int, width: int, precision: str = "float32", device: str = "cpu") -> None:
+    """Write what the first layers make of each prompt's last token, as a data set of rows [n, width].
 
-    The basis comes from random prompts: they begin and end as all prompts do, with random tokens in between. So it
-    follows from the published weights and the list of tokens, not from any sentence. Its first directions are those in
-    which the states of random prompts differ most, each divided by the deviation along it.
+    A state's coordinates are those along which the states of random prompts differ most, each divided by their
+    deviation. Random prompts begin and end as all prompts do, with random tokens in between. So the coordinates follow
+    from the published weights and the list of tokens, not from any sentence. Each row is then standardised by itself.
     """
     held, made = data(folder), model(folder)
     if not 1 <= layer <= len(made.layers):
         raise ValueError(f"--layer is {layer}; the model in {folder} has layers 1 to {len(made.layers)}")
+    if not 1 <= width <= made.config.width:
+        raise ValueError(f"--width is {width}; the states have {made.config.width} numbers, so use at most as many")
     assert held.validation_x is not None
     assert held.validation_y is not None
     made.to(device, getattr(torch, precision))
     random = states(made, random_prompts(held.x, made.config.vocabulary), layer)
-    middle, basis = random.mean(0), whitening(random)
-    found = {"basis": basis.numpy(), "labels": np.array(held.labels), "data": np.array(held.name)}
+    middle, basis, found = random.mean(0), whitening(random)[:, :width], dict[str, np.ndarray]()
     for part, x, y in (
         ("train", held.x, held.y),
         ("validation", held.validation_x, held.validation_y),
         ("test", held.test_x, held.test_y),
     ):
-        found[f"{part}_x"] = (states(made, x, layer) - middle).half().numpy()
-        found[f"{part}_y"] = y.numpy()
+        found[f"x_{part}"] = F.layer_norm((states(made, x, layer) - middle) @ basis, (width,)).numpy()
+        found[f"y_{part}"] = y.numpy()
         print(f"{part}: {len(x):,} prompts", flush=True)
     scores = torch.cat([made(rows.to(device)).cpu() for rows in held.test_x.split(128)])
     before = (scores.argmax(1) == held.test_y).float().mean()
-    print(f"the whole model, untrained: {100 * before:.1f}% of test prompts", flush=True)
-    np.savez(out, **found, layer=np.array(layer), precision=np.array(precision), before=before.numpy())
+    print(f"the whole model, untrained: {100 * before:.2f}% of test prompts", flush=True)
+    np.savez(out, **found, layer=np.array(layer), before=before.numpy())
 
 
 def states(made: llama.Llama, prompts: Tensor, layer: int, at_once: int = 128) -> Tensor:
@@ -312,6 +313,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the folder, or the .npz file of features, to write")
     parser.add_argument("--part-megabytes", type=int, default=25, help="the largest file (default 25)")
     parser.add_argument("--layer", type=int, default=22, help="features are of so many layers (default 22 of 30)")
+    parser.add_argument("--width", type=int, default=128, help="features of a prompt (default 128)")
     parser.add_argument("--precision", default="float32", help="float32 (default), or bfloat16 where that is fast")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     options = parser.parse_args()
@@ -321,7 +323,7 @@ def main() -> None:
     if options.what == "features":
         if options.folder is None:
             parser.error("features needs a folder that was prepared")
-        features(options.folder, options.out, options.layer, options.precision, options.device)
+        features(options.folder, options.out, options.layer, options.width, options.precision, options.device)
         return
     if options.gguf is None or options.sst2 is None:
         parser.error("prepare needs --gguf and --sst2")

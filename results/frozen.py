@@ -42,15 +42,15 @@ class Study:
     """What is compared on a file of features.
 
     script: its program
-    width:  features that the new layer sees
     sweep:  settings of each method; the best one on validation records is taken
     longer: rounds of methods whose best settings are then used for more of them
+    width:  features that the new layer sees, if a file has more
     once:   methods that are run on the IID split only
     """
 
     script: str
-    width: int
     sweep: Mapping[str, Sequence[Case]]
+    width: int | None = None
     longer: Mapping[str, int] = field(default_factory=dict)
     once: Sequence[str] = ()
     splits: Sequence[str] = ("iid", "dirichlet")
@@ -61,7 +61,7 @@ class Study:
 
 def fitted(x: Tensor, y: Tensor, classes: int, decay: float) -> torch.nn.Linear:
     """The layer with the least loss on some records, by L-BFGS."""
-    layer = example.head(x.shape[1], classes)
+    layer = example.head(x.shape[1:], classes)
     optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=100, line_search_fn="strong_wolfe")
 
     def loss() -> Any:

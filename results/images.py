@@ -14,7 +14,6 @@ import heads
 RATES = (0.1, 0.3)
 STUDY = frozen.Study(
     "images.py",
-    finetune_images.WIDTH,
     sweep={
         "forward": [(heads.forward, 200, {"rate": rate, "directions": 64}) for rate in (0.005, 0.01, 0.02)],
         "fedavg": [(heads.fedavg, 40, {"rate": rate}) for rate in RATES],
@@ -22,6 +21,7 @@ STUDY = frozen.Study(
         "sketch": [(heads.sketch, 100, {"rate": rate, "numbers": 500}) for rate in RATES],
     },
     longer={"forward": 500},
+    width=finetune_images.WIDTH,
 )
 
 if __name__ == "__main__":

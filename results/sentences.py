@@ -7,7 +7,6 @@ FEATURES is written by examples/smollm2.py. `frozen.py` explains the steps.
 
 from functools import partial
 
-import finetune_sentences
 import frozen
 import heads
 
@@ -28,7 +27,6 @@ def private(epsilon: float, directions: int, clip: float, **settings: float) -> 
 
 STUDY = frozen.Study(
     "sentences.py",
-    finetune_sentences.WIDTH,
     sweep={
         "forward": [(heads.forward, rounds, settings) for rounds, settings in FORWARD],
         "fedavg": [(heads.fedavg, 60, {"rate": rate}) for rate in RATES],

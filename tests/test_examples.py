@@ -179,12 +179,12 @@ def sentences(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "examples")
         call(patch, "smollm2", "toy", "--out", folder / "toy")
-        call(patch, "smollm2", "features", folder / "toy", "--layer", 1, "--out", folder / "toy.npz")
+        call(patch, "smollm2", "features", folder / "toy", "--layer", 1, "--width", 16, "--out", folder / "toy.npz")
     return folder / "toy.npz"
 
 
 def test_a_head_on_a_language_model_learns_from_forward_passes(sentences, monkeypatch, tmp_path):
-    out, settings = tmp_path / "sentences.json", ["--rounds", 30, "--clients", 4, "--cohort", 2, "--width", 16]
+    out, settings = tmp_path / "sentences.json", ["--rounds", 30, "--clients", 4, "--cohort", 2]
     call(monkeypatch, "finetune_sentences", sentences, *settings, "--rate", 0.03, "--out", out)
     found = json.loads(out.read_text())
     assert found["rounds"][-1]["loss"] < found["before"]["loss"] - 0.05
@@ -203,7 +203,7 @@ def test_features_are_of_the_last_token_after_a_layer(sentences):
         longer = smollm2.states(model, torch.cat([prompt, torch.zeros(1, 9, dtype=prompt.dtype)], 1), 1)
     assert state.square().mean().item() == pytest.approx(1, abs=1e-3)
     assert torch.allclose(state, longer, atol=1e-5)  # padding is not seen
-    assert heads.read(sentences, 8).validation_x.shape == (24, 8)
+    assert heads.read(sentences).validation_x.shape == (24, 16)
 
 
 def test_the_basis_comes_from_random_prompts_and_spreads_them_evenly():
