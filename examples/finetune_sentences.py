@@ -9,7 +9,7 @@
     python examples/finetune_sentences.py sst2.npz --out sentences.json
     python examples/finetune_sentences.py sst2.npz --method fedavg
 
-Each client runs the first layers of the model once on each of its sentences, and keeps 128 coordinates of what they make
+Each client runs the first layers of the model once on each of its sentences. It keeps 128 coordinates of what they make
 of the last token. A new linear layer on top of these is trained, as in `finetune_images.py`, which also explains
 `--method`. To train weights inside of the model, see `finetune_language_model.py`.
 

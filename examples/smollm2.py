@@ -232,7 +232,7 @@ def plain(rows: Tensor, kind: str) -> Tensor:
 
 @torch.inference_mode()
 def features(folder: Path, out: Path, layer: int, width: int, precision: str = "float32", device: str = "cpu") -> None:
-    """Write what the first layers make of each prompt's last token, as a data set of rows [n, width].
+    """Write what the first layers make of each prompt's last token, as a data set of rows [n, width]; and a JSON file about it.
 
     A state's coordinates are those along which the states of random prompts differ most, each divided by their
     deviation. Random prompts begin and end as all prompts do, with random tokens in between. So the coordinates follow
@@ -257,9 +257,11 @@ def features(folder: Path, out: Path, layer: int, width: int, precision: str = "
         found[f"y_{part}"] = y.numpy()
         print(f"{part}: {len(x):,} prompts", flush=True)
     scores = torch.cat([made(rows.to(device)).cpu() for rows in held.test_x.split(128)])
-    before = (scores.argmax(1) == held.test_y).float().mean()
+    before = float((scores.argmax(1) == held.test_y).float().mean())
     print(f"the whole model, untrained: {100 * before:.2f}% of test prompts", flush=True)
-    np.savez(out, **found, layer=np.array(layer), before=before.numpy())
+    np.savez(out, **found)
+    told = {"source": described(folder)["source"], "layer": layer, "precision": precision, "untrained": before}
+    out.with_suffix(".json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
 def states(made: llama.Llama, prompts: Tensor, layer: int, at_once: int = 128) -> Tensor:

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import heads as example
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -147,9 +146,9 @@ class Results:
     def central(self) -> None:
         self.keep("central", "all training records", lambda: central(self.data))
         self.keep("central", "validation records only", lambda: few(self.data))
-        with np.load(self.features, allow_pickle=False) as held:
-            if "before" in held:
-                self.keep("central", "nothing", lambda: {"records": 0, "accuracy": float(held["before"])})
+        if (told := self.features.with_suffix(".json")).exists():
+            untrained = json.loads(told.read_text(encoding="utf-8"))["untrained"]
+            self.keep("central", "nothing: the whole network as it is", lambda: {"records": 0, "accuracy": untrained})
 
     def chosen(self, name: str) -> Case:
         """The settings of a method that were best on the first split."""
