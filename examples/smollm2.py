@@ -232,8 +232,9 @@ def plain(rows: Tensor, kind: str) -> Tensor:
 
 @torch.inference_mode()
 def features(folder: Path, out: Path, layer: int, width: int, precision: str = "float32", device: str = "cpu") -> None:
-    """Write what the first layers make of each prompt's last token, as a data set of rows [n, width]; and a JSON file about it.
+    """Write what the first layers make of each prompt's last token, as a data set of rows [n, width].
 
+    A JSON file of the same name has the share of test prompts that the whole model answers as it is.
     A state's coordinates are those along which the states of random prompts differ most, each divided by their
     deviation. Random prompts begin and end as all prompts do, with random tokens in between. So the coordinates follow
     from the published weights and the list of tokens, not from any sentence. Each row is then standardised by itself.
