@@ -41,6 +41,7 @@ class Study:
     """What is compared on a file of features.
 
     script: its program
+    noun:   what records are
     sweep:  settings of each method; the best one on validation records is taken
     longer: rounds of methods whose best settings are then used for more of them
     width:  features that the new layer sees, if a file has more
@@ -48,6 +49,7 @@ class Study:
     """
 
     script: str
+    noun: str
     sweep: Mapping[str, Sequence[Case]]
     width: int | None = None
     longer: Mapping[str, int] = field(default_factory=dict)
@@ -144,8 +146,8 @@ class Results:
         return kept
 
     def central(self) -> None:
-        self.keep("central", "all training records", lambda: central(self.data))
-        self.keep("central", "validation records only", lambda: few(self.data))
+        self.keep("central", f"all training {self.study.noun}", lambda: central(self.data))
+        self.keep("central", f"validation {self.study.noun} only", lambda: few(self.data))
         if (told := self.features.with_suffix(".json")).exists():
             untrained = json.loads(told.read_text(encoding="utf-8"))["untrained"]
             self.keep("central", "nothing: the whole network as it is", lambda: {"records": 0, "accuracy": untrained})

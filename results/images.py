@@ -14,6 +14,7 @@ import heads
 RATES = (0.1, 0.3)
 STUDY = frozen.Study(
     "images.py",
+    "pictures",
     sweep={
         "forward": [(heads.forward, 200, {"rate": rate, "directions": 64}) for rate in (0.005, 0.01, 0.02)],
         "fedavg": [(heads.fedavg, 40, {"rate": rate}) for rate in RATES],

@@ -62,7 +62,7 @@ class Parts:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.precision = {"cuda": "bfloat16"}.get(options.device, "float32")
+        self.precision = options.precision or {"cuda": "bfloat16"}.get(options.device, "float32")
         self.until = time.monotonic() + options.budget_seconds
         self.tasks: dict[Any, fv.Task] = {}
 
@@ -105,7 +105,7 @@ class Parts:
         return {f"seed-{seed}": dataclasses.replace(self.chosen(), seed=seed) for seed in range(3)}
 
     def rivals(self) -> dict[str, Case]:
-        local = fv.LocalTraining("adam", 1e-3, epochs=1, batch=16, beta2=0.99)
+        local = fv.LocalTraining("adam", 1e-3, epochs=1, batch=16, beta2=0.99, precision=self.precision)
         few, small = dict.fromkeys(("up", "down"), fv.TopK(0.035)), dict.fromkeys(("up", "down"), fv.Sketch(400))
         return {  # the last two send about as many bytes as slopes in 240 rounds
             "fedavg-lora": Case(fv.FedAvg(local), ADAPTERS, 10, lora=8),
@@ -246,6 +246,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="a folder written by examples/smollm2.py")
     parser.add_argument("--out", type=Path, required=True, help="the folder of the results")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", help="float32 or bfloat16 (default: bfloat16 with cuda, else float32)")
     parser.add_argument("--budget-seconds", type=float, default=1e9, help="end the part after so long")
     parser.add_argument("--only", nargs="+", help="runs of the part (default: all)")
     parser.add_argument("--like", default="best", help="the case of the sweep that seeds, private and secure use")

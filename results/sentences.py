@@ -27,6 +27,7 @@ def private(epsilon: float, directions: int, clip: float, **settings: float) -> 
 
 STUDY = frozen.Study(
     "sentences.py",
+    "sentences",
     sweep={
         "forward": [(heads.forward, rounds, settings) for rounds, settings in FORWARD],
         "fedavg": [(heads.fedavg, 60, {"rate": rate}) for rate in RATES],
