@@ -106,13 +106,13 @@ def part(whole: data.Data, records: int | None, choose: bool) -> data.Data:
     return dataclasses.replace(kept, test_x=whole.x[test], test_y=whole.y[test]) if choose else kept
 
 
-def measure(job: tuple[Ablation, str, int, Path | None, bool]) -> dict[str, Any]:
+def measure(job: tuple[Ablation, str, int, Path | None, bool, str]) -> dict[str, Any]:
     """One run: its accuracies, bytes, seconds and the means of the ledger's numbers."""
-    ablation, variant, seed, directory, toy = job
+    ablation, variant, seed, directory, toy, device = job
     torch.set_num_threads(1)
     plan = ablation.plan(variant, seed, toy)
     loaded = data.load(plan.task.data, directory, **plan.task.data_options)
-    task = plan.on(part(loaded, ablation.records, ablation.choose))
+    task = plan.on(part(loaded, ablation.records, ablation.choose), device)
     result = fv.run(task, plan.method, rounds=plan.rounds, cohort=plan.cohort, seed=seed)
     rows, summary = result.ledger.rows, result.summary()
     shown = {name: [row.metrics[name] for row in rows if name in row.metrics] for name in ablation.metrics}
@@ -137,18 +137,20 @@ def run(ablation: Ablation, options: argparse.Namespace) -> dict[str, Any]:
     told = ablation.results if not options.toy else {}
     runs: dict[str, dict[str, Any]] = told.get("runs", {})
     jobs = [
-        (ablation, variant, seed, options.data_dir, options.toy)
+        (ablation, variant, seed, options.data_dir, options.toy, options.device)
         for seed in ablation.seeds[: 1 if options.toy else None]
         for variant in ablation.variants
         if options.only in variant and str(seed) not in runs.get(variant, {})
     ]
     command = f"python results/ablations.py {ablation.name} --workers {options.workers}"
+    command += f" --device {options.device}" * (options.device != "cpu")
+    where = environment(device=options.device, commit=options.commit or commit())
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
         for (_, variant, seed, *_), found in zip(jobs, pool.imap(measure, jobs), strict=True):
             runs.setdefault(variant, {})[str(seed)] = found
             print(f"{ablation.name}: {variant}, seed {seed}: {100 * found['accuracy']:.2f}%, {found['seconds']} s")
             if not options.toy:
-                told = {"command": command, **environment(device="cpu", commit=commit()), "runs": runs}
+                told = {"command": command, **where, "runs": runs}
                 (HERE / f"{ablation.name}.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     return runs
 
@@ -206,6 +208,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--data-dir", type=Path, metavar="DIR")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--commit", help="the commit that is measured, where git does not know it")
     parser.add_argument("--only", default="", metavar="TEXT", help="of the variants those whose name has this in it")
     parser.add_argument("--toy", action="store_true", help="one round and one seed; nothing is written")
     parser.add_argument("--write", action="store_true", help="write results/ablations/README.md")
