@@ -107,6 +107,25 @@ def test_a_captured_step_is_replayed_by_later_loops():
     assert len(calls) == graphs.WARM_UP + 1  # the last one was the capture
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_captured_step_has_no_other_graphs_in_it():
+    total, one, calls = torch.zeros(1, device="cuda"), torch.ones(1, device="cuda"), []
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return 2 * x
+
+    inner = graphs.Replayed(double)
+    captured = Captured(lambda: total.add_(inner(one)))
+    for _ in range(graphs.WARM_UP + 3):
+        captured.run(True)
+    assert float(total) == 2 * (graphs.WARM_UP + 3)
+    assert len(calls) == graphs.WARM_UP + 1
+    for _ in range(graphs.WARM_UP + 3):  # outside, the function has a graph of its own
+        assert float(inner(one)) == 2
+    assert len(calls) == 2 * (graphs.WARM_UP + 1)
+
+
 def test_without_a_gpu_a_captured_step_is_taken_as_it_is():
     calls = []
     Loop(Captured(lambda: calls.append(1)), 9, torch.device("cpu")).run(9)

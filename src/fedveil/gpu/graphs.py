@@ -25,7 +25,7 @@ CALLS, SECONDS = 100, 1.0  # of a function for some shapes before it is traced, 
 QUEUED = 16  # replays before the first: it waits for the GPU, and a short schedule should not
 
 _one_at_a_time = threading.Lock()  # a tracer patches modules
-_here = threading.local()  # whether a compiler looks on in this thread
+_here = threading.local()  # whether a compiler looks on in this thread, and whether a step is taken or captured
 
 
 @contextmanager
@@ -56,34 +56,46 @@ class Captured:
         if self._graph is None and (self.ran < WARM_UP or not capture):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
+            with torch.cuda.stream(side), _capturing():
                 self.step()
             torch.cuda.current_stream().wait_stream(side)
             self.ran += 1
             return
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, self._pool, capture_error_mode="thread_local"):  # others may wait
+            capture_of = torch.cuda.graph(self._graph, self._pool, capture_error_mode="thread_local")  # others may wait
+            with capture_of, _capturing():
                 self.step()
         self._graph.replay()
+
+
+@contextmanager
+def _capturing() -> Iterator[None]:
+    """While a step is taken that is, or will be, captured: a graph has no other graphs in it."""
+    before = getattr(_here, "captured", False)
+    _here.captured = True
+    try:
+        yield
+    finally:
+        _here.captured = before
 
 
 class Replayed:
     """A function of tensors that returns a tensor, captured as a CUDA graph for each set of shapes.
 
     Its operations may depend on shapes and not on values, and it must read nothing else that changes. On a CPU, without
-    `capture`, and for more than `GRAPHS` sets of shapes, it is called as it is.
+    `capture`, inside a step that is captured itself, and for more than `most` sets of shapes, it is called as it is.
     """
 
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        self._function, self._graphs = function, dict[tuple[Any, ...], _Graph]()
+    def __init__(self, function: Callable[..., Tensor], most: int = GRAPHS) -> None:
+        self._function, self._graphs, self._most = function, dict[tuple[Any, ...], _Graph](), most
         self._pool: Any = None
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         key = tuple((t.shape, t.dtype) for t in tensors)
-        if tensors[0].device.type != "cuda" or not current().capture:
+        if tensors[0].device.type != "cuda" or not current().capture or getattr(_here, "captured", False):
             return self._function(*tensors)
-        if key not in self._graphs and len(self._graphs) == GRAPHS:
+        if key not in self._graphs and len(self._graphs) == self._most:
             return self._function(*tensors)
         if key not in self._graphs:
             self._pool = self._pool or torch.cuda.graph_pool_handle()

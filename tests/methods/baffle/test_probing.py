@@ -10,6 +10,7 @@ import fedveil as fv
 from fedveil import models
 from fedveil.core.directions import LAWS, Directions
 from fedveil.data import from_tensors
+from fedveil.gpu.context import using
 from fedveil.gpu.products import product
 from fedveil.links.down import Train
 from fedveil.methods.baffle import baffle
@@ -250,6 +251,48 @@ def test_tensor_float_32_is_off_while_probing_and_then_as_it_was():
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def several(task, **more):
+    """The same slopes, measured several times."""
+    x, y, mask = batch(task)
+    share = (mask / mask.sum(1, keepdim=True))[..., None]
+    w, keys = task.initial.expand(len(x), -1), torch.arange(len(x), device=task.device)
+    given = [t.to(task.device) for t in (x, y, share)]
+    with forward_only(task.device):
+        return [prober(task, **more).slopes(w, keys, *given, 8) for _ in range(6)]
+
+
+def test_each_precision_of_probes_has_graphs_of_its_own():
+    task = linear_task()
+    for precision in (torch.float32, torch.float64):
+        several(task, precision=precision)
+    assert [key[1] for key in task.steppers] == [torch.float32, torch.float64]
+
+
+def test_what_cannot_be_stacked_cannot_be_captured():
+    task = linear_task()
+    task.stackable = False
+    several(task)
+    assert not task.steppers
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", [torch.float32, torch.float16])
+def test_replayed_probes_are_those_that_are_launched(precision):
+    draw = fv.Seed.root(0).torch()
+    x, y = torch.randn(32, 1, 28, 28, generator=draw), torch.randint(0, 10, (32,), generator=draw)
+    data = from_tensors(x, y, x, y, classes=10)
+    task = fv.Task(
+        models.build("baffle-lenet", (1, 28, 28), 10), data, fv.split("iid", data, 2, fv.Seed.root(0)), device="cuda"
+    )
+    replayed = several(task, precision=precision, sigma=1e-3)
+    task.steppers.clear()
+    with using(capture=False):
+        launched = several(task, precision=precision, sigma=1e-3)
+    assert launched[0].abs().max() > 0
+    for found in replayed + launched:
+        assert torch.equal(found, launched[0])
 
 
 # ---------------------------------------------------------------------------------------------------- memory

@@ -6,6 +6,7 @@ gradient is the mean of s_k z_k (BAFFLE, eq. 6), because E[z zᵀ] = I.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ from fedveil.core import regrown
 from fedveil.core.directions import Directions
 from fedveil.core.lengths import lengths, trimmed
 from fedveil.core.task import Task
-from fedveil.gpu.graphs import Replayed
+from fedveil.gpu.context import current
+from fedveil.gpu.graphs import GRAPHS, Replayed
 from fedveil.gpu.products import Products
 
 CPU_MEMORY = 16 << 20  # bytes: more is no faster, because caches are smaller
+SHAPES = 8  # of weights and records, for each of which a GPU keeps a graph with copies of them
 LAYER_WORDS = 1 << 11  # of directions, drawn at a time where little memory is the point
 PARTS, SHORTEST = 4, 16  # of records of different lengths: into how many parts they are cut, of how many at least
 Rows = Iterable[tuple[slice, Tensor]]  # entries of directions: which, and their values [G, k, stop - start]
@@ -215,9 +218,11 @@ class Prober:
 
     def _losses(self, weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """Weights [G, k, d] on each group's own records [G, B, …] -> losses [G, k, B]."""
-        if self.precision != torch.bfloat16:
+        if not self.task.stackable:
             return self._passed(weights, x, y)
-        replayed: Replayed = self.task.steppers.setdefault(("probes", self.losses), Replayed(self._passed))
+        key = ("probes", self.precision, self.losses, current().kernels, threading.get_ident())
+        most = SHAPES if self.task.data.padding is None else GRAPHS  # records of different lengths make many
+        replayed: Replayed = self.task.steppers.setdefault(key, Replayed(self._passed, most))
         return replayed(weights, x, y)
 
     def _passed(self, weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
