@@ -37,12 +37,13 @@ class Traffic:
 
 
 def recorded(told: Callable[[dict[str, float]], object], traffic: Traffic | None = None) -> Callable[[Row], None]:
-    """An observer that passes on, for each round with an evaluation, its metrics and the traffic so far."""
+    """An observer that passes on, for each round with an evaluation, its metrics, the traffic so far and ε."""
     traffic = Traffic() if traffic is None else traffic
 
     def observe(row: Row) -> None:
         sent = traffic.add(row)
         if "accuracy" in row.metrics:
-            told({"round": row.round, "seconds": row.seconds, **row.metrics, **sent})
+            spent = {} if row.epsilon is None else {"epsilon": row.epsilon}
+            told({"round": row.round, "seconds": row.seconds, **row.metrics, **sent, **spent})
 
     return observe

@@ -824,34 +824,40 @@ def situations() -> str:
     return table(head, body, 3) + f"\n\nBy `{told['command']}` (commit {told['commit']})."
 
 
-def images() -> str:
-    """A new layer on a pretrained network: where it ends with one party, and with each method; and what was tried."""
-    told = json.loads((HERE / "images.json").read_text(encoding="utf-8"))
+def new_layer(study: str, noun: str, enough: float) -> str:
+    """A new layer on a frozen network: where it ends with each method and with one party, and what was tried.
+
+    study: the file of results; noun: what records are; enough: the accuracy that bytes are counted to
+    """
+    told = json.loads((HERE / f"{study}.json").read_text(encoding="utf-8"))
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for name, run in told["seeds"].items():
         split, method, _ = name.split()
         runs.setdefault((split, method), []).append(run)
+    private = any("epsilon" in run for run in told["seeds"].values())
     body = []
-    order = ("iid", "dirichlet", "forward", "fedavg", "top-k", "sketch")
+    order = ("iid", "dirichlet", "forward", "private-8", "private-2", "secure", "fedavg", "top-k", "sketch")
     for (split, method), each in sorted(runs.items(), key=lambda run: [order.index(name) for name in run[0]]):
         values, base = ([run["accuracy"] for run in own] for own in (each, runs[split, "forward"]))
         middle, apart = spread(values), paired(dict(enumerate(values)), dict(enumerate(base)))
         sent = [("up_a_round",), ("down_a_round",), ("up", "down")]
         figures = [count(sum(run[key] for run in each for key in keys) / len(each)) for keys in sent]
-        reached = [next((sent for _, sent, accuracy in run["curve"] if accuracy >= 0.85), None) for run in each]
+        reached = [next((sent for _, sent, accuracy in run["curve"] if accuracy >= enough), None) for run in each]
         figures.append("" if None in reached else count(sum(filter(None, reached)) / len(reached)))
+        figures += [f"{each[0]['epsilon']:.2f}" if "epsilon" in each[0] else ""] * private
         figures.append(f"{percent(middle.mean)} ± {percent(middle.deviation or 0.0)}")
         difference = apart.show(ACCURACY) if apart and method != "forward" else ""
         body.append([split, f"`{method}`", each[0]["settings"], *figures, difference])
     head = ["split", "method", "settings", "bytes up, a client and round", "bytes down", "bytes of a client in all"]
-    head += ["until it first has 85%", "accuracy, %", "difference to `forward`, with 95%"]
+    head += [f"until it first has {100 * enough:g}%", *["ε"] * private, "accuracy, %"]
+    head.append("difference to `forward`, with 95%")
     alone = [[name, count(run["records"]), percent(run["accuracy"])] for name, run in told["central"].items()]
     tried = [[n, count(r["up"] + r["down"]), percent(r["validation_accuracy"])] for n, r in told["sweep"].items()]
     parts = [
         f"`{told['command']}` ({cpu(told['threads'])}; PyTorch {told['torch']}, commit {told['commit']}):",
         table(head, body, 3),
-        "The same layer where one party has the pictures, by L-BFGS:",
-        table(["trained on", "pictures", "accuracy, %"], alone),
+        f"The same layer where one party has the {noun}, by L-BFGS:",
+        table(["trained on", noun, "accuracy, %"], alone),
         "The settings that were tried, with seed 10:",
         table(["method and settings", "bytes of a client in all", "validation, %"], tried),
     ]
@@ -1037,7 +1043,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "tuned summed": lambda: tuned("summed", "fedavg", ["fedavg"]),
     "tuned commands": tuned_commands,
     "situations": situations,
-    "images": images,
+    "images": lambda: new_layer("images", "pictures", 0.85),
+    "sentences": lambda: new_layer("sentences", "sentences", 0.86),
     "exposure": exposure,
     "guesses": guesses,
     "slopes": given_away,

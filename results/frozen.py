@@ -172,7 +172,7 @@ class Results:
         task = example.build(data, CLIENTS, split, seed)
         found = example.train(task, make(**settings), rounds, COHORT, seed, max(1, rounds // 20))
         last = found["rounds"][-1]
-        told = {key: last[key] for key in ("accuracy", "loss", "up", "down", "most")}
+        told = {key: last[key] for key in ("accuracy", "loss", "up", "down", "most", "epsilon") if key in last}
         told |= {key: found[key] for key in ("up_a_round", "down_a_round", "weights")}
         curve = [[row["round"], row["up"] + row["down"], row["accuracy"]] for row in found["rounds"]]
         return told | {"rounds": rounds, "settings": words(case), "curve": curve}
