@@ -864,6 +864,19 @@ def new_layer(study: str, noun: str, enough: float) -> str:
     return "\n\n".join(parts)
 
 
+def rebuilt(study: str) -> str:
+    """What the server rebuilds from messages about a new layer."""
+    told = json.loads((HERE / f"{study}.json").read_text(encoding="utf-8"))
+    body = []
+    for name, case in told["attacks"].items():
+        for row in case["rows"]:
+            found = row["exposure"]
+            near, labels = found["reached"] or {}, _value(found["labels"], 100)
+            figures = [f"{found['cosine']['value']:.2f}", labels, _value(near.get("identified"), 100)]
+            body.append([name, count(row["records"]), found["kind"], *figures, found["verdict"]])
+    return table(["clients send", "records", "the server attacks", "cosine", "labels, %", "identified, %", ""], body, 1)
+
+
 def exposure() -> str:
     """What messages of the digits expose, from the matrix of attacks."""
     done = json.loads((EXPOSED / "matrix.json").read_text(encoding="utf-8"))
@@ -1045,6 +1058,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "situations": situations,
     "images": lambda: new_layer("images", "pictures", 0.85),
     "sentences": lambda: new_layer("sentences", "sentences", 0.86),
+    "sentences attacks": lambda: rebuilt("sentences"),
     "exposure": exposure,
     "guesses": guesses,
     "slopes": given_away,
@@ -1129,6 +1143,43 @@ def draw_slopes() -> None:
     (EXPOSED / "slopes.svg").write_text(svg(drawn) + "\n", encoding="utf-8")
 
 
+LINES = {  # methods of the figure on sentences, and what it calls them
+    "forward": "16 slopes, forward passes only",
+    "private-8": "the same, ε = 8 for each record",
+    "private-2": "the same, ε = 2",
+    "fedavg": "FedAvg, whole updates",
+    "top-k": "FedAvg, top-k",
+}
+
+
+def draw_sentences() -> None:
+    """Accuracy on sentences against the bytes of a client, with the range over seeds."""
+    told = json.loads((HERE / "sentences.json").read_text(encoding="utf-8"))
+    drawn = Figure(figsize=(7.2, 3.4), layout="constrained")
+    axes = drawn.add_subplot()
+    for i, (method, label) in enumerate(LINES.items()):
+        curves = [run["curve"] for name, run in told["seeds"].items() if name.startswith(f"iid {method} ")]
+        places = [sum(sent for _, sent, _ in point) / len(curves) / 1000 for point in zip(*curves, strict=True)]
+        values = [[100 * accuracy for _, _, accuracy in point] for point in zip(*curves, strict=True)]
+        axes.plot(places, [sum(each) / len(each) for each in values], **look(i), label=label)
+        axes.fill_between(
+            places, *zip(*((min(v), max(v)) for v in values), strict=True), color=look(i)["color"], alpha=0.15
+        )
+    alone = told["central"]
+    for name, label, style in (
+        ("all training sentences", "one party with all sentences", "--"),
+        ("nothing: the whole network as it is", "the language model as it is", ":"),
+    ):
+        axes.axhline(100 * alone[name]["accuracy"], color="#888888", linestyle=style, linewidth=1, label=label)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#d8d8d8", linewidth=0.6)
+    axes.set(xscale="log", xlabel="kilobytes of a client, up and down, all rounds", ylabel="test accuracy, %")
+    axes.set_ylim(70, 91)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    drawn.set_facecolor("white")
+    (DRAWN / "sentences.svg").write_text(svg(drawn) + "\n", encoding="utf-8")
+
+
 def screenshot() -> None:
     """The top of the report on the digits runs, as a reader sees it."""
     from playwright.sync_api import sync_playwright
@@ -1154,6 +1205,7 @@ def main() -> None:
         draw()
         draw_slopes()
         draw_exposed()
+        draw_sentences()
     if chosen.screenshot:
         screenshot()
     if not chosen.write and not chosen.screenshot:

@@ -1,10 +1,11 @@
 """A new layer on features of a frozen network: forward passes only, beside backpropagation.
 
-`images.py` and `sentences.py` are programs that use this module. There are three steps:
+`images.py` and `sentences.py` are programs that use this module. There are four steps:
 
 sweep    settings of each method on the IID split compared on validation records; test records are not loaded
 seeds    the best settings of each method with three seeds and on each split, on test records
 central  what the same layer reaches where one party has all records, or only those that settings are chosen on
+attacks  what the server rebuilds from the messages of ten clients, for the cases that a study names
 
 The file is rewritten after each run, and a run that it has is not repeated. Several processes, with different --splits
 and --methods, may fill one file.
@@ -24,14 +25,18 @@ from pathlib import Path
 from typing import Any
 
 import heads as example
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import fedveil as fv
+from fedveil.attacks import matrix
+from fedveil.attacks.exposure import Attack, control
 from fedveil.runs.fingerprint import environment
 
 CLIENTS, COHORT, TUNED, SEEDS = 32, 8, 10, (0, 1, 2)
+PARTS = ("sweep", "seeds", "central", "attacks")  # of the file of results
 DECAYS = (1e-4, 1e-3, 1e-2, 1e-1)
 Case = tuple[Callable[..., fv.Method], int, dict[str, Any]]  # a method, its rounds, its settings
 
@@ -46,6 +51,7 @@ class Study:
     longer: rounds of methods whose best settings are then used for more of them
     width:  features that the new layer sees, if a file has more
     once:   methods that are run on the IID split only
+    attacks: cases whose messages are attacked
     """
 
     script: str
@@ -55,6 +61,7 @@ class Study:
     longer: Mapping[str, int] = field(default_factory=dict)
     once: Sequence[str] = ()
     splits: Sequence[str] = ("iid", "dirichlet")
+    attacks: Sequence[matrix.Case] = ()
 
 
 # ---------------------------------------------------------------------------------------------------- central
@@ -114,17 +121,17 @@ class Results:
 
     def __init__(self, study: Study, options: argparse.Namespace) -> None:
         self.study, self.features, self.path = study, options.features, options.out
-        self.found: dict[str, Any] = {"sweep": {}, "seeds": {}, "central": {}}
+        self.found: dict[str, Any] = {part: {} for part in PARTS}
         self.read()
 
     def read(self) -> None:
         """Take over what the file has: another process may fill it, too."""
         if self.path.exists():
             told = json.loads(self.path.read_text(encoding="utf-8"))
-            self.found |= {part: told[part] for part in ("sweep", "seeds", "central")}
+            self.found |= {part: told[part] for part in PARTS if part in told}
 
     def write(self) -> None:
-        for part in ("sweep", "seeds", "central"):
+        for part in PARTS:
             self.found[part] = dict(sorted(self.found[part].items()))
         self.path.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
 
@@ -151,6 +158,21 @@ class Results:
         if (told := self.features.with_suffix(".json")).exists():
             untrained = json.loads(told.read_text(encoding="utf-8"))["untrained"]
             self.keep("central", "nothing: the whole network as it is", lambda: {"records": 0, "accuracy": untrained})
+
+    def attacks(self) -> None:
+        """What the server rebuilds from the messages of ten clients that hold a few records each."""
+        how, seed, tell = Attack(victims=matrix.CLIENTS, seconds=600), fv.Seed.root(0), lambda said: None
+        for case in self.study.attacks:
+            kept = torch.from_numpy(seed.numpy().permutation(len(self.data.x))[: matrix.CLIENTS * case.records])
+            data = dataclasses.replace(self.data, x=self.data.x[kept], y=self.data.y[kept])
+            task = example.build(data, matrix.CLIENTS)
+
+            def attacked(case: matrix.Case = case, task: fv.Task = task) -> dict[str, Any]:
+                checked = control(task, how.inversion, seed.child("control"))
+                rows, _ = matrix.attacked(case, task, seed, how, checked, tell)
+                return {"rows": msgspec.to_builtins(rows)}
+
+            self.keep("attacks", case.name, attacked)
 
     def chosen(self, name: str) -> Case:
         """The settings of a method that were best on the first split."""
@@ -211,4 +233,5 @@ def main(told: str | None, study: Study) -> None:
     results.found |= environment(device="cpu", commit=commit.stdout.strip())
     results.seeds(options.splits, options.methods)
     results.central()
+    results.attacks()
     results.write()

@@ -11,6 +11,7 @@ import frozen
 import heads
 
 import fedveil as fv
+from fedveil.attacks.matrix import Case
 
 # No method sends and receives more bytes in all than 200 rounds of 16 slopes, but for the secure sum: its keys and
 # shares cost some kilobytes a round, so there slopes are sent in fewer rounds.
@@ -24,6 +25,22 @@ def private(epsilon: float, directions: int, clip: float, **settings: float) -> 
     privacy = fv.DpSgd(clip=clip, budget=epsilon, delta=1e-3, noise="auto")
     return heads.forward(directions, batch=64, privacy=privacy, **settings)
 
+
+def slopes(name: str, method: fv.Method, records: int = 1, rounds: int = 1) -> Case:
+    """A case of messages that are attacked; those of several rounds, together."""
+    return Case(name, method, records, rounds, ("slopes over rounds",) if rounds > 1 else ())
+
+
+ATTACKS = (
+    slopes("16 slopes, 1 round", heads.forward(16)),
+    slopes("16 slopes, 20 rounds", heads.forward(16), rounds=20),
+    slopes("64 slopes, 1 round", heads.forward(64)),
+    slopes("258 slopes, as many as weights, 1 round", heads.forward(258)),
+    slopes("16 slopes, 200 rounds, 216 records", heads.forward(16, rate=0.005), 216, 200),
+    slopes("16 private slopes, 100 rounds, ε = 8", private(8, 16, 4, rate=0.02), rounds=100),
+    slopes("258 slopes in a secure sum", heads.forward(258, secure=fv.SecureSum(clip=64))),
+    slopes("258 slopes in a secure sum, 216 records", heads.forward(258, secure=fv.SecureSum(clip=64)), 216),
+)
 
 STUDY = frozen.Study(
     "sentences.py",
@@ -48,6 +65,7 @@ STUDY = frozen.Study(
         ],
     },
     once=("private-8", "private-2", "secure"),
+    attacks=ATTACKS,
 )
 
 if __name__ == "__main__":
