@@ -1175,6 +1175,7 @@ def draw_sentences() -> None:
     axes.grid(color="#d8d8d8", linewidth=0.6)
     axes.set(xscale="log", xlabel="kilobytes of a client, up and down, all rounds", ylabel="test accuracy, %")
     axes.set_ylim(70, 91)
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     drawn.set_facecolor("white")
     (DRAWN / "sentences.svg").write_text(svg(drawn) + "\n", encoding="utf-8")
