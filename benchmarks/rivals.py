@@ -27,6 +27,7 @@ from fedveil.runs.fingerprint import environment
 MODULES = {"pfl": "pfl-research", "fedjax": "FedJAX"}  # that have to be installed, and what they are called here
 LOOP = "plain loop"
 WARM = 2  # rounds before those that are timed
+TURN = 5  # rounds of a turn: cores that have just slept are slower, and a run does not pause between its rounds
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def parts(device: str) -> dict[str, Part]:
 
 
 def race(part: Part, rounds: int) -> dict[str, Any]:
-    """Time the rounds of all players in turns, after some to warm up."""
+    """Time the rounds of all players, a few each in turns, after some to warm up."""
     found: dict[str, dict[str, Any]] = {}
     groups = [{label: player} for label, player in part.players.items()] if part.alone else [dict(part.players)]
     for players in groups:
@@ -140,14 +141,17 @@ def _turns(players: dict[str, Player], rounds: int, warm: int) -> dict[str, dict
             found[label] |= {"weights": ready["weights"], "seconds to set up": ready["seconds"]}
     times: dict[str, list[float]] = {label: [] for label in players}
     first: dict[str, np.ndarray] = {}
-    for number in range(1, warm + rounds + 1):
+    numbers = range(warm + 1, warm + rounds + 1)
+    turns = [range(1, 2), range(2, warm + 1), *(numbers[i : i + TURN] for i in range(0, rounds, TURN))]
+    for turn in filter(None, turns):
         for label in list(there):
             time.sleep(0.02)  # threads of the one before may still be waiting for work
-            if (taken := ask(label, "timed", number)) is not None and number > warm:
-                times[label].append(taken * 1e3)
-            if number == 1 and (weights := ask(label, "weights")) is not None:
+            for number in turn:
+                if (taken := ask(label, "timed", number)) is not None and number > warm:
+                    times[label].append(taken * 1e3)
+            if turn[0] == 1 and (weights := ask(label, "weights")) is not None:
                 first[label] = weights
-            if number == warm:
+            if turn[-1] == warm:
                 ask(label, "forget")
     for label in list(there):
         taken = times[label]
