@@ -44,6 +44,7 @@ from fedveil.core.stackable import prepare
 from fedveil.core.structure import inputs_of
 from fedveil.gpu.graphs import Fused
 from fedveil.gpu.products import Products
+from fedveil.gpu.separate import LARGE, Separate
 
 
 class Task:
@@ -187,7 +188,7 @@ class Task:
             if not self.stackable:
                 each = [function(*own) for own in zip(*tensors, strict=True)]
                 return tree_map(lambda *own: torch.stack(own), *each)
-            with Products() if tensors[0].is_cuda else nullcontext():
+            with Products() if tensors[0].is_cuda else Separate() if self.work >= LARGE else nullcontext():
                 return vmap(function)(*tensors)
 
         return over

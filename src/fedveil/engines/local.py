@@ -20,12 +20,13 @@ from fedveil.core.task import Task
 from fedveil.gpu.context import using
 from fedveil.gpu.graphs import one_thread
 from fedveil.gpu.host import keep_freed_memory
+from fedveil.gpu.separate import LARGE
 
 # On a CPU a step of a small model costs mostly its dispatch, which threads take turns at, so clients are stacked; but a
-# stack that leaves the caches takes twice as long a client. A step of a larger model costs arithmetic, which grouped
-# kernels do no faster than plain ones: then few clients are stacked, and of the largest models none. `LARGE` and `HUGE`
-# are multiply-adds a record; the digits CNN has 25 thousand, LeNet5 416 thousand (`python -m benchmarks.rivals`).
-LARGE, HUGE = 100_000, 5_000_000
+# stack that leaves the caches takes twice as long a client. A step of a larger model costs arithmetic, which is no
+# faster in a stack: then few clients are stacked, and of the largest models none. `LARGE` and `HUGE` are numbers of
+# multiply-adds a record; the digits CNN has 25 thousand, LeNet5 416 thousand (`python -m benchmarks.rivals`).
+HUGE = 5_000_000
 SMALL_STACK, LARGE_STACK = 25, 5
 AHEAD = 4  # stacks a worker that are begun before the first is handed over
 WIRES = ("memory", "bytes")
