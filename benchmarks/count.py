@@ -39,6 +39,8 @@ OWN: Mapping[str, Callable[..., int]] = {
     "fedveil::parts": lambda y, x, out: 2 * y.numel() * x.shape[-2],
     "fedveil::correlated": lambda y, x, window, out: 2 * y.numel() * out.shape[-1],
     "fedveil::convolved": lambda x, weight, bias, window, out: 2 * out.numel() * weight.shape[-1],
+    # PyTorch's formula forgets groups
+    "convolution_backward": lambda y, x, weight, *more, out: 2 * y.numel() * weight[0].numel() * sum(more[-1][:2]),
 }  # operations of kernels that multiply
 
 

@@ -49,6 +49,17 @@ def test_views_cost_nothing_and_expanded_entries_are_read_once(counter):
     assert group.bytes == 4 * (6 + 25 + 5)
 
 
+@pytest.mark.parametrize("groups", [1, 5])
+def test_convolutions_count_their_groups(counter, groups):
+    x = torch.ones(2, 10, 6, 6, requires_grad=True)
+    weight = torch.ones(20, 10 // groups, 3, 3, requires_grad=True)
+    with counter:
+        out = torch.conv2d(x, weight, groups=groups)
+        torch.autograd.grad(out.sum(), (x, weight))
+    one = 2 * out.numel() * (10 // groups) * 3 * 3
+    assert counter.operations == 3 * one
+
+
 def test_both_derivatives_are_counted(counter):
     w, x = torch.ones(4, 3, requires_grad=True), torch.ones(3, 2, requires_grad=True)
     with counter:
