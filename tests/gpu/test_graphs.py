@@ -128,6 +128,17 @@ def test_a_sum_of_two_large_products_is_one_product() -> None:
     torch.testing.assert_close(result, (a @ b + c @ d).sin())
 
 
+def test_a_thread_compiles_what_it_has_not_run_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda operations, dynamic: operations)
+    task = linear_task()
+    rows = torch.arange(8).view(2, 4)
+    given = task.initial.expand(2, -1), task.x[rows], task.y[rows], torch.ones(2, 4)
+    with ThreadPoolExecutor(1) as pool:  # a warning, that the step runs uncompiled, would be an error here
+        program = pool.submit(graphs.compiled, task.gradient, *given).result()
+    for found, expected in zip(program(*given), task.gradient(*given), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_what_is_compiled_is_joined_before(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(torch, "compile", lambda operations, dynamic: seen.append(operations) or operations)

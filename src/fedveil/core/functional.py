@@ -73,16 +73,14 @@ class Pure:
     def _own(self) -> tuple[nn.Module, list[_Place]]:
         """This thread's module, and where its tensors go."""
         if not hasattr(self._local, "model"):
-            self._local.model = clone(self._model, self._names)
+            self._local.model = clone(self._model)  # the first call may be traced, where no tensor can be copied
             self._local.places = _places(self._local.model, self._names)
         return self._local.model, self._local.places
 
 
-def clone(model: nn.Module, names: Iterable[str] = ()) -> nn.Module:
-    """Return a copy of a module that shares all tensors with it but those of these names."""
-    own = set(names)
-    shared = [tensor for name, tensor in _tensors(model).items() if name not in own]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+def clone(model: nn.Module) -> nn.Module:
+    """Return a copy of a module that shares all tensors with it."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in _tensors(model).values()})
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
