@@ -13,7 +13,7 @@ from fedveil.core.message import Refused
 from fedveil.core.seeds import Seed
 from fedveil.engines import LocalEngine as Engine
 from fedveil.links.down import Train
-from fedveil.methods.baffle.baffle import Probe, Slopes, _mean
+from fedveil.methods.baffle.baffle import Probe, Slopes, _mean, signal
 from fedveil.runs import recipe
 from fedveil.runs.cost import cost
 from fedveil.train.optimizers import Average
@@ -144,6 +144,27 @@ def test_a_stack_answers_what_its_clients_would_alone(level):
     one, all_ = (one_round(linear_task(uneven=True), method, engine=Engine(stack=stack, workers=1)) for stack in (1, 4))
     assert torch.allclose(one.weights, all_.weights, atol=1e-3)
     assert one.ledger.rows[0].passes == all_.ledger.rows[0].passes
+
+
+@pytest.mark.parametrize(("level", "share"), [(0.0, 0.0), (0.5, 1 / 3), (2.0, 8 / 9)])
+def test_the_signal_is_the_share_of_the_mean_slopes_that_is_not_noise(level, share):
+    draw, records = Seed.root(0).torch(), torch.tensor([10, 10, 20, 40])
+    weights = records / records.sum()
+    noise = torch.randn(4, 20_000, generator=draw) / weights.square().sum().sqrt()  # so the mean's deviation is 1
+    along = level * 2**0.5 * torch.randn(20_000, generator=draw)
+    assert signal(along + noise + 7, records) == pytest.approx(share, abs=0.02)
+
+
+def test_clients_that_agree_are_all_signal():
+    assert signal(torch.arange(5.0).expand(3, 5), torch.tensor([1, 2, 3])) == pytest.approx(1)
+    assert signal(torch.zeros(3, 5), torch.tensor([1, 2, 3])) == pytest.approx(1)  # nothing differs
+
+
+def test_a_round_notes_the_signal_of_shared_slopes_in_the_clear():
+    for more, there in (({}, True), ({"seeds": "own"}, False), ({"secure": fv.SecureSum(clip=64)}, False)):
+        row = fv.run(linear_task(), fv.Baffle(directions=8, batch=2, **more), rounds=1, cohort=4).ledger.rows[0]
+        assert ("signal" in row.metrics) == there
+        assert not there or 0 <= row.metrics["signal"] <= 1
 
 
 def test_a_batch_is_a_draw_of_so_many_records():

@@ -184,6 +184,9 @@ class Baffle(Estimate, Method):
         rows = [(key_of(about.seed), k, own, a.records) for (about, k, a), own in zip(arrived, slopes, strict=True)]
         if self.seeds == "shared":  # but by those who were asked in one round
             keys = list(dict.fromkeys(row[0] for row in rows))
+            if len(keys) == 1 < len(rows) and self.fewest > 1:
+                along = torch.stack([own[: self.fewest] for _, _, own, _ in rows])
+                cohort.note(signal=signal(along, torch.tensor([n for *_, n in rows])))
             return keys, [_mean([(own, n) for k, _, own, n in rows if k == each], total) for each in keys]
         every: list[int] = words(*(torch.tensor([row[i] for row in rows]) for i in (0, 1))).tolist()
         return every, [own * (n / total / len(own)) for _, _, own, n in rows]
@@ -328,6 +331,21 @@ class Baffle(Estimate, Method):
         if self.local:
             return Compute(self.local.steps * records * self.passes(self.local.directions), 4, records)
         return Compute(records * self.passes(self.count(turn.client)), 3, records)
+
+
+def signal(slopes: Tensor, records: Tensor) -> float:
+    """Return which share of the mean square of a cohort's mean slopes is signal, from 0 to 1.
+
+    The rest is noise of the draw of clients and records. It is estimated from how clients differ, so more clients or
+    larger batches lower it, and more directions do not.
+
+    slopes [C, K], of each client along the same directions; records [C], by which clients count
+    """
+    share = (records.double() / records.sum())[:, None]
+    own = slopes.double() - slopes.double().mean(1, keepdim=True)  # forward differences share half the curvature
+    mean, repeated = (share * own).sum(0), float(share.square().sum())
+    variance = (share * (own - mean).square()).sum(0) / (1 - repeated)  # of one client
+    return max(0.0, float(1 - repeated * variance.mean() / mean.square().mean().clamp(min=1e-300)))
 
 
 def _mean(answers: Sequence[tuple[Tensor, int]], records: int | None = None) -> Tensor:
