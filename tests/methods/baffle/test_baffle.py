@@ -13,7 +13,8 @@ from fedveil.core.message import Refused
 from fedveil.core.seeds import Seed
 from fedveil.engines import LocalEngine as Engine
 from fedveil.links.down import Train
-from fedveil.methods.baffle.baffle import Probe, Slopes, _mean, signal
+from fedveil.methods.baffle.baffle import Probe, Slopes, _mean
+from fedveil.methods.baffle.estimate import signal
 from fedveil.runs import recipe
 from fedveil.runs.cost import cost
 from fedveil.train.optimizers import Average

@@ -26,7 +26,7 @@ from fedveil.links.replay import longest, replay, step_of
 from fedveil.links.steps import CatchUp, Steps
 from fedveil.methods.about import PRIVATE
 from fedveil.methods.baffle import private
-from fedveil.methods.baffle.estimate import Estimate, key_of
+from fedveil.methods.baffle.estimate import Estimate, key_of, signal
 from fedveil.methods.baffle.local import LocalSteps
 from fedveil.methods.baffle.probing import forward_only
 from fedveil.methods.baffle.questions import Probe, ProbeHere, Slopes
@@ -331,21 +331,6 @@ class Baffle(Estimate, Method):
         if self.local:
             return Compute(self.local.steps * records * self.passes(self.local.directions), 4, records)
         return Compute(records * self.passes(self.count(turn.client)), 3, records)
-
-
-def signal(slopes: Tensor, records: Tensor) -> float:
-    """Return which share of the mean square of a cohort's mean slopes is signal, from 0 to 1.
-
-    The rest is noise of the draw of clients and records. It is estimated from how clients differ, so more clients or
-    larger batches lower it, and more directions do not.
-
-    slopes [C, K], of each client along the same directions; records [C], by which clients count
-    """
-    share = (records.double() / records.sum())[:, None]
-    own = slopes.double() - slopes.double().mean(1, keepdim=True)  # forward differences share half the curvature
-    mean, repeated = (share * own).sum(0), float(share.square().sum())
-    variance = (share * (own - mean).square()).sum(0) / (1 - repeated)  # of one client
-    return max(0.0, float(1 - repeated * variance.mean() / mean.square().mean().clamp(min=1e-300)))
 
 
 def _mean(answers: Sequence[tuple[Tensor, int]], records: int | None = None) -> Tensor:

@@ -140,6 +140,21 @@ def key_of(seed: Seed) -> int:
     return seed.child("directions").word
 
 
+def signal(slopes: Tensor, records: Tensor) -> float:
+    """Return which share of the mean square of a cohort's mean slopes is signal, from 0 to 1.
+
+    The rest is noise of the draw of clients and records. It is estimated from how clients differ, so more clients or
+    larger batches lower it, and more directions do not.
+
+    slopes [C, K], of each client along the same directions; records [C], by which clients count
+    """
+    share = (records.double() / records.sum())[:, None]
+    own = slopes.double() - slopes.double().mean(1, keepdim=True)  # forward differences share half the curvature
+    mean, repeated = (share * own).sum(0), float(share.square().sum())
+    variance = (share * (own - mean).square()).sum(0) / (1 - repeated)  # of one client
+    return max(0.0, float(1 - repeated * variance.mean() / mean.square().mean().clamp(min=1e-300)))
+
+
 @dataclass(frozen=True)
 class ForwardTraining:
     """Local training whose gradients are estimated, each along directions of its own step."""
