@@ -133,6 +133,12 @@ class Parts:
     # ------------------------------------------------------------------------------------------------ running them
 
     @functools.cached_property
+    def where(self) -> dict[str, Any]:
+        """What a result depends on besides its settings."""
+        commit = {"commit": self.options.commit} if self.options.commit else {}
+        return environment(device=self.options.device, **commit)
+
+    @functools.cached_property
     def data(self) -> fv.Data:
         data = smollm2.data(self.options.folder)
         if self.options.part == "sweep":
@@ -163,7 +169,7 @@ class Parts:
         told = {"name": name, "method": case.method.name, "seed": case.seed}
         told |= {"trainable": list(case.trainable) or "middle"}
         told |= {"weights": task.layout.size, "settings": str(case.method), "preparing": time.monotonic() - began}
-        told |= environment(device=self.options.device) | {"before": before, "done": False}
+        told |= self.where | {"before": before, "done": False}
         rows: list[dict[str, float]] = []
         seconds: list[float] = []
 
@@ -206,7 +212,7 @@ class Parts:
     def timing(self) -> None:
         path = self.options.out / "timing.json"
         task = self.task(Case(self.probing()))
-        found: dict[str, Any] = environment(device=self.options.device) | {"weights": task.layout.size}
+        found: dict[str, Any] = self.where | {"weights": task.layout.size}
         found |= {"sentences": 128, "tokens": int((task.x[:128] != 0).sum())}
         for capture in (False, True):
             for directions in (1, 8, 32):
@@ -252,6 +258,7 @@ def main() -> None:
     parser.add_argument("--like", default="best", help="the case of the sweep that seeds, private and secure use")
     parser.add_argument("--eager", action="store_true", help="capture no CUDA graphs")
     parser.add_argument("--rounds", type=int, help="fewer rounds in each run, to try a part")
+    parser.add_argument("--commit", help="the commit that is measured")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     parts = Parts(options)
