@@ -82,6 +82,9 @@ def test_large_models_train_by_separate_convolutions(name, monkeypatch):
     rows = torch.arange(12).view(3, 4)
     stack = task.gradient(task.initial.expand(3, -1), task.x[rows], task.y[rows], torch.ones(3, 4))[0]
     assert bool(called) == (name == "lenet5")
+    called.clear()
+    task.stacked_losses(task.initial.expand(3, -1), task.x[rows], task.y[rows])  # for synthetic codecs
+    assert not called
     for own, row in zip(stack, rows, strict=True):
         alone = task.gradient(task.initial[None], task.x[row][None], task.y[row][None], torch.ones(1, 4))[0][0]
         torch.testing.assert_close(own, alone, rtol=1e-4, atol=1e-6)

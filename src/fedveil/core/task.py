@@ -210,7 +210,7 @@ class Task:
         layers compute under autocast; gradients are float32.
         """
         w = w.detach().requires_grad_()
-        with self.autocast(precision), self._layers(len(w)):
+        with self.autocast(precision), self._separate(len(w)):
             losses = self.stacked_losses(w, x, y, key)
         mean = (losses * mask).sum(1) / mask.sum(1).clamp(min=1)
         (gradient,) = torch.autograd.grad(mean.sum(), w)
@@ -229,15 +229,15 @@ class Task:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same in training (see `train_f`): gradient [C, d + p], loss [C] and new running statistics [C, s]."""
         w = w.detach().requires_grad_()
-        with self.autocast(precision), self._layers(len(w)):
+        with self.autocast(precision), self._separate(len(w)):
             logits, statistics = self.stacked(self.train_f)(w, statistics, x, mask, key)
             losses = self.loss(logits.flatten(0, 1), y.flatten(0, 1)).view(y.shape[:2])
         mean = (losses * mask).sum(1) / mask.sum(1).clamp(min=1)
         (gradient,) = torch.autograd.grad(mean.sum(), w)
         return gradient, mean.detach(), statistics.detach()
 
-    def _layers(self, clients: int) -> AbstractContextManager[object]:
-        """How layers of a stack are computed whose gradient is not differentiated again."""
+    def _separate(self, clients: int) -> AbstractContextManager[object]:
+        """Convolve one client after another, where that is faster and the gradient is not differentiated again."""
         return Separate() if clients > 1 and self.work >= LARGE and self.device.type == "cpu" else nullcontext()
 
     @property
