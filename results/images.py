@@ -5,6 +5,8 @@
 FEATURES is written by examples/efficientnet.py. `frozen.py` explains the steps.
 """
 
+from functools import partial
+
 import finetune_images
 import frozen
 import heads
@@ -22,7 +24,7 @@ STUDY = frozen.Study(
         "sketch": [(heads.sketch, 100, {"rate": rate, "numbers": 500}) for rate in RATES],
     },
     longer={"forward": 500},
-    width=finetune_images.WIDTH,
+    read=partial(heads.read, width=finetune_images.WIDTH),
 )
 
 if __name__ == "__main__":

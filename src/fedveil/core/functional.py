@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -81,6 +81,12 @@ class Pure:
 def clone(model: nn.Module) -> nn.Module:
     """Return a copy of a module that shares all tensors with it."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in _tensors(model).values()})
+
+
+def on_cpu(model: nn.Module, trained: Collection[str]) -> nn.Module:
+    """Return a copy of a module on the CPU that shares the parameters which are not trained and are there already."""
+    constants = {n: p for n, p in model.named_parameters() if n not in trained and p.device.type == "cpu"}
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in constants.values()}).cpu()
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from fedveil.core.batchnorm import Batches
 from fedveil.core.capability import WAYS_OUT, failure
 from fedveil.core.checks import full_precision, gives_class_scores, trained_names, validate_pure, validate_unmixed
 from fedveil.core.data import Data, Rows, Split
-from fedveil.core.functional import Pure, call, count_work, first_line
+from fedveil.core.functional import Pure, call, count_work, first_line, on_cpu
 from fedveil.core.layout import Layout
 from fedveil.core.losses import Loss, loss_by_name, validate_targets
 from fedveil.core.message import Size
@@ -88,7 +88,7 @@ class Task:
         inputs = inputs_of(data.structure, model)
         model = checks.copied(model)
         prepare(model)
-        probe = Modes.of(copy.deepcopy(model).cpu(), self.norms, notice=True)
+        probe = Modes.of(on_cpu(model, names), self.norms, notice=True)
         self.noisy = validate_pure(probe, self.norms, data.x[:2], inputs)
         with full_precision():
             validate_unmixed(self.loss, probe.evaluation, data, inputs)
