@@ -6,12 +6,22 @@
     python examples/smollm2.py prepare --gguf … --sst2 … --out smollm2      SmolLM2-135M and SST-2, see there
     python examples/finetune_language_model.py smollm2 --device cuda --precision bfloat16 --out language.json
 
+    python examples/smollm2.py keep smollm2 --layer 20 --precision bfloat16 --out kept      for a CPU, see below
+    python examples/finetune_language_model.py kept --precision bfloat16 --directions 16 --batch 64 --rate 0.02
+
 Each client holds some training sentences. In a round, 8 clients measure how the loss of some of their sentences changes
 along K random directions of the trained weights, and send K numbers. The server takes a step and sends K numbers, from
 which every client repeats the step (`method.down = "replay"`). Nothing else is sent, and nothing is differentiated.
 
-By default the scales of the norms in front of attention in the middle layers are trained. The JSON file has, by round,
-the accuracy on test and validation sentences and the bytes that a client has sent and received so far.
+By default the scales of the norms in front of attention in the middle layers are trained.
+
+With a folder that `keep` wrote, only the layers after the 20th are trained, and only what they do with a prompt's last
+token. A client runs the frozen model once on each of its sentences. It keeps the keys and values that these layers need
+of the tokens before, 250 kB for a sentence. A pass then runs 1 token through 10 layers instead of 34 tokens through 30.
+By default the scales of all norms in the first two of these layers are trained.
+
+The JSON file has, by round, the accuracy on test and validation sentences and the bytes that a client has sent and
+received so far.
 """
 
 from __future__ import annotations
@@ -30,6 +40,11 @@ from traffic import recorded
 
 import fedveil as fv
 from fedveil.methods.baffle.probing import forward_only
+
+
+def scales(folder: Path) -> tuple[str, ...]:
+    """The names of the scales that are trained by default."""
+    return ("layers.[01].*_norm.scale",) if smollm2.is_kept(folder) else middle(folder)
 
 
 def middle(folder: Path, kind: str = "scale") -> tuple[str, ...]:
@@ -100,7 +115,7 @@ def main() -> None:
     parser.add_argument("--held", type=int, help="evaluate on so many test and validation sentences (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    patterns = options.train or middle(options.folder)
+    patterns = options.train or scales(options.folder)
     task = build(
         options.folder, patterns, options.clients, options.device, options.seed, options.held, lora=options.lora
     )

@@ -191,7 +191,7 @@ class LastToken(nn.Module):
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             q, k, v = layer.projected(x, *turns)
-            keys, values = (t.unflatten(-1, (-1, self.config.head_width)).transpose(1, 2) for t in held[:, :, i].unbind(2))
+            keys, values = held[:, :, i].unflatten(-1, (-1, self.config.head_width)).transpose(1, 3).unbind(2)
             x = layer.after(x, recalled(q, k, v, keys, values, absent))
         return answer(self.norm(x[:, 0]), self.words)
 
@@ -219,9 +219,8 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight if same else self.weight.to(x.dtype))
 
 
-def narrow(model: nn.Module) -> nn.Module:
-    """Hold the linear layers in bfloat16, where they are not trained: half the memory, and CPUs need not convert them in
-    each pass."""
+def narrow(model: LastToken) -> LastToken:
+    """Hold linear layers, which are then constants, in bfloat16. CPUs need not convert them in each pass."""
     for layer in model.modules():
         if isinstance(layer, Linear):
             layer.weight.data = layer.weight.data.bfloat16()

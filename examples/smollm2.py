@@ -171,15 +171,25 @@ def digest(path: Path) -> str:
 
 
 def model(folder: Path, **changes: Any) -> llama.Llama | llama.LastToken:
-    """The model of a folder, in float32; `changes` to its configuration add LoRA, a prompt or biases."""
+    """The model of a folder; `changes` to its configuration add LoRA, a prompt or biases.
+
+    Of a folder that `keep` wrote, these are the last layers, with frozen linear layers in bfloat16.
+    """
     whole = whole_model(folder, **changes)
-    if not (folder / KEPT).exists():
+    if not is_kept(folder):
         return whole
     with np.load(folder / KEPT, allow_pickle=False) as arrays:
-        return llama.LastToken(whole, *(torch.from_numpy(arrays[name]) for name in ("memory", "states")))
+        memory, states = (torch.from_numpy(arrays[name]) for name in ("memory", "states"))
+    return llama.narrow(llama.LastToken(whole, memory, states))
+
+
+def is_kept(folder: Path) -> bool:
+    """Whether `keep` wrote a folder."""
+    return KEPT in json.loads((folder / "model.json").read_text(encoding="utf-8"))["files"]
 
 
 def whole_model(folder: Path, **changes: Any) -> llama.Llama:
+    """All layers of the model of a folder, in float32."""
     told = described(folder)
     tensors: dict[str, Tensor] = {}
     for file in told["files"]:
@@ -286,37 +296,44 @@ def keep(folder: Path, out: Path, layer: int, precision: str = "float32", device
     if not 1 <= layer < len(made.layers):
         raise ValueError(f"--layer is {layer}; the model in {folder} has {len(made.layers)}, so use 1 to one fewer")
     assert held.validation_x is not None
+    assert held.validation_y is not None
     made.to(device, getattr(torch, precision))
-    prompts = torch.cat([held.x, held.validation_x, held.test_x])
-    lengths = (prompts != llama.PADDING).sum(1)
-    ends = (lengths - 1).cumsum(0)  # in `memory`, of the tokens before a prompt's last one
-    config = made.config
+    x, y = (held.x, held.validation_x, held.test_x), (held.y, held.validation_y, held.test_y)  # as in `PARTS`
+    rows, kept = remembered(made, torch.cat(x), layer)
+    parts = zip(PARTS, np.split(rows, np.cumsum([len(part) for part in x[:-1]])), y, strict=True)
+    arrays = {f"{part}_{name}": a for part, r, labels in parts for name, a in (("x", r), ("y", labels.numpy()))}
+    out.mkdir(parents=True, exist_ok=True)
+    weights = [name for name in told["files"] if name.startswith("weights-")]
+    for name in weights:
+        shutil.copyfile(folder / name, out / name)
+    np.savez_compressed(out / "prompts.npz", **arrays)
+    np.savez(out / KEPT, **kept)
+    told |= {"kept": {"after_layers": layer, "precision": precision}}
+    told |= {"files": {name: digest(out / name) for name in [*weights, "prompts.npz", KEPT]}}
+    (out / "model.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def remembered(made: llama.Llama, prompts: Tensor, layer: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Records of prompts [n, T] for `llama.LastToken`, and the `memory` and `states` that they are rows of."""
+    lengths, config = (prompts != llama.PADDING).sum(1), made.config
+    ends = (lengths - 1).cumsum(0)  # rows of `memory` begin with one that is no token; a prompt's last token has none
     kinds = len(made.layers) - layer, 2, config.shared_heads * config.head_width
-    memory = torch.zeros(int(ends[-1]) + 1, *kinds, dtype=torch.float16)  # row 0 is no token
-    first_states = torch.empty(len(prompts), config.width)
+    memory = np.zeros((int(ends[-1]) + 1, *kinds), np.float16)
+    first = np.empty((len(prompts), config.width), np.float32)
     rows = np.zeros((len(prompts), int(lengths.max())), np.uint32)
     done = 0
     for own in lengths.argsort(stable=True).split(64):
-        found, kept = made.kept(prompts[own, : int(lengths[own].max())].to(device), layer)
-        first_states[own] = found.float().cpu()
-        for i, each in zip(own.tolist(), kept.to(torch.float16).cpu(), strict=True):
-            count, end = int(lengths[i]) - 1, int(ends[i])
-            memory[end - count + 1 : end + 1] = each[:count]
-            rows[i, 0], rows[i, 1 : count + 1] = i, range(end - count + 1, end + 1)
+        state, tokens = made.kept(prompts[own, : int(lengths[own].max())].to(made.embedding.device), layer)
+        first[own] = state.float().cpu().numpy()
+        for i, each in zip(own.tolist(), tokens.half().cpu().numpy(), strict=True):
+            place = slice(int(ends[i] - lengths[i]) + 2, int(ends[i]) + 1)
+            memory[place] = each[: lengths[i] - 1]
+            rows[i, : lengths[i]] = i, *range(place.start, place.stop)
         if (done := done + len(own)) % 1024 < 64:
             print(f"{done:,} of {len(prompts):,} prompts", flush=True)
-    if not torch.isfinite(memory).all():
-        raise ValueError("a key or a value is too large for float16")
-    out.mkdir(parents=True, exist_ok=True)
-    for name in (files := [name for name in told["files"] if name.startswith("weights-")]):
-        shutil.copyfile(folder / name, out / name)
-    parts = zip(PARTS, np.split(rows, np.cumsum([len(held.x), len(held.validation_x)])), strict=True)
-    labels = {f"{part}_y": y.numpy().astype(np.int8) for part, y in zip(PARTS, (held.y, held.validation_y, held.test_y))}
-    np.savez_compressed(out / "prompts.npz", **{f"{part}_x": x for part, x in parts}, **labels)
-    np.savez(out / KEPT, memory=memory.numpy(), states=first_states.numpy())
-    told |= {"kept": {"after_layers": layer, "precision": precision}}
-    told |= {"files": {name: digest(out / name) for name in [*files, "prompts.npz", KEPT]}}
-    (out / "model.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    if not np.isfinite(memory).all():
+        raise ValueError("a key or a value is too large for float16; use fewer layers with --layer")
+    return rows, {"memory": memory, "states": first}
 
 
 def states(made: llama.Llama, prompts: Tensor, layer: int, at_once: int = 128) -> Tensor:

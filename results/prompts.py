@@ -13,14 +13,13 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import finetune_language_model as example
 import frozen
 import heads
-import llama
 import smollm2
 
 import fedveil as fv
 
-SCALES = ("layers.0.*_norm.scale", "layers.1.*_norm.scale")
 ADAPTERS = ("*adapter*",)
 MEMORY = 128  # megabytes of a pass on a CPU: that is how all directions run at once
 folder = Path()
@@ -35,14 +34,14 @@ def read(given: Path) -> fv.Data:
 
 @functools.cache
 def model(given: Path, lora: int) -> Any:
-    return llama.narrow(smollm2.model(given, lora=lora))
+    return smollm2.model(given, lora=lora)
 
 
 def build(data: fv.Data, clients: int, kind: str = "iid", seed: int = 0, lora: int = 0) -> fv.Task:
     """The task of training some weights of the model, on prompts that a split of some kind deals to the clients."""
     most = -(-len(data.x) // clients) if kind == "iid" else None
     split = fv.split(kind, data, clients, fv.Seed.root(seed), max_records=most)
-    return fv.Task(model(folder, lora), data, split, trainable=ADAPTERS if lora else SCALES)
+    return fv.Task(model(folder, lora), data, split, trainable=ADAPTERS if lora else example.scales(folder))
 
 
 # ---------------------------------------------------------------------------------------------------- the methods
@@ -93,7 +92,7 @@ def untrained(data: fv.Data) -> dict[str, Any]:
     return {"records": 0, "accuracy": task.evaluate(task.initial)["accuracy"]}
 
 
-SECURE = {"secure": fv.SecureSum(clip=64)}
+SUMMED = functools.partial(forward, secure=fv.SecureSum(clip=64))
 STUDY = frozen.Study(
     "prompts.py",
     "sentences",
@@ -103,7 +102,7 @@ STUDY = frozen.Study(
         "top-k": [(top_k, 30, {"rate": rate, "share": 0.06}) for rate in (0.002, 0.005)],
         "sketch": [(sketch, 30, {"rate": rate, "numbers": 200}) for rate in (0.002, 0.005)],
         "lora": [(fedavg, 8, {"rate": rate}) for rate in (0.001, 0.002)],
-        "secure": [(functools.partial(forward, **SECURE), 60, {"directions": 32, "rate": rate}) for rate in (0.02, 0.04)],
+        "secure": [(SUMMED, 60, {"directions": 32, "rate": rate}) for rate in (0.02, 0.04)],
         "private-8": [(functools.partial(private, 8), 60, {"clip": clip, "rate": 0.02}) for clip in (1.0, 2.0)],
         "private-2": [(functools.partial(private, 2), 60, {"clip": 1.0, "rate": 0.02})],
     },

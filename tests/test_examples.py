@@ -1,5 +1,6 @@
 """The examples run without a download, learn something, and count their bytes."""
 
+import dataclasses
 import json
 import sys
 import types
@@ -204,6 +205,79 @@ def test_features_are_of_the_last_token_after_a_layer(sentences):
     assert state.square().mean().item() == pytest.approx(1, abs=1e-3)
     assert torch.allclose(state, longer, atol=1e-5)  # padding is not seen
     assert heads.read(sentences).validation_x.shape == (24, 16)
+
+
+@pytest.fixture(scope="module")
+def kept(sentences):
+    """A folder for training the last layer at each prompt's last token."""
+    folder = sentences.parent / "kept"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "examples")
+        call(patch, "smollm2", "keep", sentences.parent / "toy", "--layer", 1, "--out", folder)
+    return folder
+
+
+def both(kept):
+    """The whole toy model and its prompts, then its last layer at last tokens and its records."""
+    import smollm2
+
+    made = smollm2.model(kept)
+    whole = smollm2.model(kept.parent / "toy")
+    for own, layer in zip(made.layers, whole.layers[1:], strict=True):
+        own.load_state_dict(layer.state_dict())  # linear layers in float32 again, of rounded weights
+    return whole, smollm2.data(kept.parent / "toy").test_x, made.float(), smollm2.data(kept).test_x
+
+
+def test_an_untrained_last_layer_at_last_tokens_answers_as_the_whole_model(kept):
+    whole, prompts, last, rows = both(kept)
+    for layer in whole.layers[1:]:
+        for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
+            linear.weight.data = linear.weight.data.bfloat16().float()
+    with torch.no_grad():
+        expected, got = whole(prompts), last(rows)
+        padded = last(torch.cat([rows, torch.zeros(len(rows), 5, dtype=rows.dtype)], 1))
+    assert expected.std() > 0.1
+    assert torch.allclose(got, expected, atol=5e-3)
+    assert torch.allclose(padded, got, atol=1e-5)  # padding is not seen
+
+
+def test_training_at_last_tokens_leaves_the_tokens_before_as_they_are(kept):
+    whole, prompts, last, rows = both(kept)
+    with torch.no_grad():
+        before = last(rows)
+        for model in (whole, last):
+            model.layers[-1].attention_norm.scale.mul_(1.5)
+        moved, whole_moved = last(rows), whole(prompts)
+    assert not torch.allclose(moved, before, atol=1e-3)
+    assert not torch.allclose(moved, whole_moved, atol=1e-3)  # whose other tokens have other keys now
+
+
+def test_forward_passes_at_last_tokens_lower_the_training_loss(kept):
+    import finetune_language_model as example
+    import smollm2
+
+    data = smollm2.data(kept)
+    data = dataclasses.replace(data, test_x=data.x, test_y=data.y)
+    split = fv.split("iid", data, 4, fv.Seed.root(0))
+    task = fv.Task(smollm2.model(kept), data, split, trainable=example.scales(kept))
+    assert task.layout.size == 64  # scales of two norms
+    result = fv.run(task, example.probing(32, 24, 0.05, precision="bfloat16"), rounds=12, cohort=4)
+    assert result.ledger.rows[-1].metrics["loss"] < task.evaluate(task.initial)["loss"] - 0.01
+
+
+def test_the_language_model_example_takes_a_folder_for_last_tokens(kept, monkeypatch, tmp_path):
+    few = ["--rounds", 1, "--clients", 4, "--cohort", 4, "--directions", 8, "--batch", 4, "--evaluate-every", 1]
+    call(monkeypatch, "finetune_language_model", kept, *few, "--out", tmp_path / "kept.json")
+    found = json.loads((tmp_path / "kept.json").read_text())
+    assert found["weights"] == 64
+    assert 4 * 8 < found["rounds"][0]["up"] < 4 * 8 + 100
+
+
+def test_a_model_needs_a_layer_before_those_that_are_trained(sentences, tmp_path):
+    import smollm2
+
+    with pytest.raises(ValueError, match=r"--layer is 2; the model in .* has 2, so use 1 to one fewer"):
+        smollm2.keep(sentences.parent / "toy", tmp_path / "kept", 2)
 
 
 def test_the_basis_comes_from_random_prompts_and_spreads_them_evenly():

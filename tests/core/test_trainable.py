@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fedveil as fv
-from fedveil.core.functional import Pure
+from fedveil.core.functional import Pure, on_cpu
 from fedveil.data import from_tensors
 
 
@@ -95,6 +95,24 @@ def test_constants_keep_their_type(dtype):
     assert task.model.body[0].weight.dtype == dtype
     result = fv.run(task, fv.FedAvg(), rounds=1)
     assert not result.ledger.rows[0].missing
+
+
+def test_the_copy_that_is_checked_shares_constants_and_nothing_that_is_trained():
+    model = made()
+    checked = on_cpu(model, {"head.weight", "head.bias"})
+    assert checked.body[0].weight is model.body[0].weight
+    assert checked.head.weight is not model.head.weight
+    assert torch.equal(checked.head.weight, model.head.weight)
+
+
+def test_the_constants_of_a_task_are_not_those_of_the_caller():
+    model = frozen()
+    task = task_of(model)
+    own = task.model.body[0].weight
+    assert own.data_ptr() != model.body[0].weight.data_ptr()
+    with torch.no_grad():
+        model.body[0].weight.zero_()
+    assert own.abs().sum() > 0
 
 
 def test_threads_share_one_copy_of_the_constants():
