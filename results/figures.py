@@ -824,10 +824,13 @@ def situations() -> str:
     return table(head, body, 3) + f"\n\nBy `{told['command']}` (commit {told['commit']})."
 
 
-def new_layer(study: str, noun: str, enough: float) -> str:
-    """A new layer on a frozen network: where it ends with each method and with one party, and what was tried.
+def new_layer(
+    study: str, noun: str, enough: float, alone: str = "The same layer where one party has the {}, by L-BFGS:"
+) -> str:
+    """Some weights of a frozen network: where they end with each method and with one party, and what was tried.
 
     study: the file of results; noun: what records are; enough: the accuracy that bytes are counted to
+    alone: what is said of one party
     """
     told = json.loads((HERE / f"{study}.json").read_text(encoding="utf-8"))
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -836,7 +839,7 @@ def new_layer(study: str, noun: str, enough: float) -> str:
         runs.setdefault((split, method), []).append(run)
     private = any("epsilon" in run for run in told["seeds"].values())
     body = []
-    order = ("iid", "dirichlet", "forward", "private-8", "private-2", "secure", "fedavg", "top-k", "sketch")
+    order = ("iid", "dirichlet", "forward", "private-8", "private-2", "secure", "fedavg", "lora", "top-k", "sketch")
     for (split, method), each in sorted(runs.items(), key=lambda run: [order.index(name) for name in run[0]]):
         values, base = ([run["accuracy"] for run in own] for own in (each, runs[split, "forward"]))
         middle, apart = spread(values), paired(dict(enumerate(values)), dict(enumerate(base)))
@@ -851,13 +854,13 @@ def new_layer(study: str, noun: str, enough: float) -> str:
     head = ["split", "method", "settings", "bytes up, a client and round", "bytes down", "bytes of a client in all"]
     head += [f"until it first has {100 * enough:g}%", *["ε"] * private, "accuracy, %"]
     head.append("difference to `forward`, with 95%")
-    alone = [[name, count(run["records"]), percent(run["accuracy"])] for name, run in told["central"].items()]
+    central = [[name, count(run["records"]), percent(run["accuracy"])] for name, run in told["central"].items()]
     tried = [[n, count(r["up"] + r["down"]), percent(r["validation_accuracy"])] for n, r in told["sweep"].items()]
     parts = [
         f"`{told['command']}` ({cpu(told['threads'])}; PyTorch {told['torch']}, commit {told['commit']}):",
         table(head, body, 3),
-        f"The same layer where one party has the {noun}, by L-BFGS:",
-        table(["trained on", noun, "accuracy, %"], alone),
+        alone.format(noun),
+        table(["trained on", noun, "accuracy, %"], central),
         "The settings that were tried, with seed 10:",
         table(["method and settings", "bytes of a client in all", "validation, %"], tried),
     ]
@@ -1059,6 +1062,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "images": lambda: new_layer("images", "pictures", 0.85),
     "sentences": lambda: new_layer("sentences", "sentences", 0.86),
     "sentences attacks": lambda: rebuilt("sentences"),
+    "prompts": lambda: new_layer("prompts", "sentences", 0.86, "The same weights where one party has the {}, by Adam:"),
     "exposure": exposure,
     "guesses": guesses,
     "slopes": given_away,

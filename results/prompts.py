@@ -47,7 +47,7 @@ def build(data: fv.Data, clients: int, kind: str = "iid", seed: int = 0, lora: i
 # ---------------------------------------------------------------------------------------------------- the methods
 
 
-def forward(directions: int = 16, batch: int = 64, rate: float = 0.02, **more: Any) -> fv.Baffle:
+def forward(directions: int = 16, batch: int = 32, rate: float = 0.02, **more: Any) -> fv.Baffle:
     """Slopes in bfloat16, but for the trained layers and the loss."""
     settings = {"precision": "bfloat16", "sigma": 1e-3, "memory": MEMORY} | more
     return heads.forward(directions, batch, rate, **settings)
@@ -60,7 +60,7 @@ def private(epsilon: float, directions: int = 16, clip: float = 1.0, rate: float
 
 
 def local(rate: float, epochs: int = 1) -> fv.LocalTraining:
-    return fv.LocalTraining("adam", rate, epochs=epochs, batch=16, beta2=0.99, precision="bfloat16", schedule="cosine")
+    return fv.LocalTraining("adam", rate, epochs=epochs, batch=32, beta2=0.99, precision="bfloat16", schedule="cosine")
 
 
 def fedavg(rate: float = 0.005, **more: Any) -> fv.FedAvg:
@@ -68,12 +68,12 @@ def fedavg(rate: float = 0.005, **more: Any) -> fv.FedAvg:
     return fv.FedAvg(local(rate), **more)
 
 
-def top_k(rate: float = 0.005, share: float = 0.06) -> fv.FedAvg:
+def top_k(rate: float = 0.005, share: float = 0.12) -> fv.FedAvg:
     """The same with the largest entries of an update, both ways, and error feedback."""
     return fedavg(rate, up=fv.TopK(share), down=fv.TopK(share), feedback=True)
 
 
-def sketch(rate: float = 0.005, numbers: int = 200) -> fv.FedAvg:
+def sketch(rate: float = 0.005, numbers: int = 400) -> fv.FedAvg:
     """The same with sketches, both ways, and error feedback."""
     return fedavg(rate, up=fv.Sketch(numbers), down=fv.Sketch(numbers), feedback=True)
 
@@ -97,10 +97,10 @@ STUDY = frozen.Study(
     "prompts.py",
     "sentences",
     sweep={
-        "forward": [(forward, 200, {"rate": rate}) for rate in (0.01, 0.02)],
+        "forward": [(forward, 200, {"rate": rate}) for rate in (0.01, 0.02, 0.04)],
         "fedavg": [(fedavg, 12, {"rate": rate}) for rate in (0.002, 0.005)],
-        "top-k": [(top_k, 30, {"rate": rate, "share": 0.06}) for rate in (0.002, 0.005)],
-        "sketch": [(sketch, 30, {"rate": rate, "numbers": 200}) for rate in (0.002, 0.005)],
+        "top-k": [(top_k, 15, {"rate": rate, "share": 0.12}) for rate in (0.002, 0.005)],
+        "sketch": [(sketch, 15, {"rate": rate, "numbers": 400}) for rate in (0.002, 0.005)],
         "lora": [(fedavg, 8, {"rate": rate}) for rate in (0.001, 0.002)],
         "secure": [(SUMMED, 60, {"directions": 32, "rate": rate}) for rate in (0.02, 0.04)],
         "private-8": [(functools.partial(private, 8), 60, {"clip": clip, "rate": 0.02}) for clip in (1.0, 2.0)],
