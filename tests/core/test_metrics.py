@@ -186,3 +186,36 @@ def test_metrics_of_labels_refuse_others():
             validate_metrics(metrics_of([name]), SCORES, LABELS)
     with pytest.raises(ValueError, match="it needs at least five classes"):
         validate_metrics(metrics_of(["top5"]), SCORES[:, :3], LABELS.clamp(max=2))
+
+
+class Bag(nn.Module):
+    """The sum of tokens' scores; token 0 counts nothing. It notes the widths of batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores = nn.Parameter(torch.randn(9, 2, generator=torch.Generator().manual_seed(0)))
+        self.widths: set[int] = set()
+
+    def forward(self, x):
+        self.widths.add(x.shape[-1])
+        return (F.embedding(x, self.scores) * (x != 0)[..., None]).sum(-2)
+
+
+def test_records_of_different_lengths_are_evaluated_in_order_of_length_and_without_padding():
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randint(1, 9, (300, 40), generator=draw)
+    x[torch.arange(40) >= torch.randint(1, 41, (300, 1), generator=draw)] = 0
+    y = torch.randint(0, 2, (300,), generator=draw)
+    tasks = {}
+    for padding in (0, None):
+        data = from_tensors(x[:20], y[:20], x, y, padding=padding, validation=(x[::2], y[::2]))
+        tasks[padding] = fv.Task(Bag(), data, fv.split("iid", data, 2, fv.Seed.root(0)), metrics=["accuracy", "auroc"])
+    cut, whole = tasks[0], tasks[None]
+    seen = cut._pure._own()[0].widths
+    seen.clear()
+    found = cut.evaluate(cut.initial)
+    assert seen == {24, 40}  # of batches of 128; lengths are rounded up to a multiple of 8
+    assert found == pytest.approx(whole.evaluate(whole.initial), abs=1e-6)
+    right = cut.classified(cut.initial)
+    assert torch.equal(right, whole.classified(whole.initial))
+    assert float(right.double().mean()) == pytest.approx(found["accuracy"])

@@ -5,6 +5,8 @@ A model whose output does not depend on the padding gives the same for a batch t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -21,3 +23,16 @@ def trimmed(x: Tensor, padding: int) -> Tensor:
     """Cut records [..., T] to the longest of them, rounded up to a multiple of `MULTIPLE`."""
     longest = max(1, int(lengths(x, padding).max()))
     return x[..., : -(-longest // MULTIPLE) * MULTIPLE]
+
+
+def batches(x: Tensor, padding: int | None, size: int, cut: int) -> Iterator[tuple[slice | Tensor, Tensor]]:
+    """Which records each batch of x [n, …] has, and the records: `size` of them in the order of x.
+
+    With padding there are `cut` records in a batch, of like length, and they are cut to the longest.
+    """
+    if padding is None:
+        for start in range(0, len(x), size):
+            yield slice(start, start + size), x[start : start + size]
+        return
+    for rows in lengths(x, padding).argsort(stable=True).split(cut):
+        yield rows, trimmed(x[rows], padding)

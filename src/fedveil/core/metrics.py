@@ -17,11 +17,13 @@ from torch import Tensor
 
 from fedveil.core.data import IGNORE, Data
 from fedveil.core.functional import first_line
+from fedveil.core.lengths import batches
 from fedveil.core.losses import Loss, called
 from fedveil.core.measures import METRICS, Named
 from fedveil.core.spelling import nearest
 
 EVALUATION_BATCH = 1000
+LIKE_LENGTH = 128  # records of a batch, where they have different lengths
 VALIDATION = "validation_"  # before the name of a metric on validation records
 DEFAULTS: dict[str, Sequence[str]] = {  # by loss; others have accuracy where the outputs are scores of the classes
     "next-token": ("perplexity", "token_accuracy"),
@@ -179,13 +181,21 @@ def primary_of(name: str) -> Primary:
 
 @torch.no_grad()
 def measured(
-    f: Callable[[Tensor], Tensor], loss: Loss, metrics: Sequence[Metric], x: Tensor, y: Tensor
+    f: Callable[[Tensor], Tensor],
+    loss: Loss,
+    metrics: Sequence[Metric],
+    x: Tensor,
+    y: Tensor,
+    padding: int | None = None,
 ) -> dict[str, float]:
-    """The mean loss and the metrics of a model's outputs f(x) for records x, y [n, …], the primary metric first."""
+    """The mean loss and the metrics of a model's outputs f(x) for records x, y [n, …], the primary metric first.
+
+    Records that are filled up with `padding` are cut, each batch to its longest.
+    """
     begun, total = [metric.begin() for metric in metrics if metric.name != LOSS.name], 0.0
     ignored = getattr(loss, "ignore", IGNORE)
-    for inputs, targets in zip(x.split(EVALUATION_BATCH), y.split(EVALUATION_BATCH), strict=True):
-        outputs = f(inputs)
+    for rows, inputs in batches(x, padding, EVALUATION_BATCH, LIKE_LENGTH):
+        outputs, targets = f(inputs), y[rows]
         total += float(loss(outputs, targets).sum(dtype=torch.float64))
         if ignored != IGNORE:
             targets = targets.masked_fill(targets == ignored, IGNORE)
@@ -200,9 +210,12 @@ def measured(
 
 
 @torch.no_grad()
-def classified(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+def classified(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, padding: int | None = None) -> Tensor:
     """Which records x [n, …] get the highest score for their label in y [n], as bool [n]."""
-    return torch.cat([f(inputs).argmax(-1) for inputs in x.split(EVALUATION_BATCH)]) == y
+    right = torch.empty(len(y), dtype=torch.bool, device=y.device)
+    for rows, inputs in batches(x, padding, EVALUATION_BATCH, LIKE_LENGTH):
+        right[rows] = f(inputs).argmax(-1) == y[rows]
+    return right
 
 
 def validate_metrics(metrics: Sequence[Metric], outputs: Tensor, y: Tensor) -> None:

@@ -268,9 +268,9 @@ class Task:
         def outputs(x: Tensor) -> Tensor:
             return self.f(w, x)
 
-        found = measured(outputs, self.loss, self.metrics, self.test_x, self.test_y)
+        found = measured(outputs, self.loss, self.metrics, self.test_x, self.test_y, self.data.padding)
         if self.validation:
-            held = measured(outputs, self.loss, self.metrics, *self.validation)
+            held = measured(outputs, self.loss, self.metrics, *self.validation, self.data.padding)
             found |= {f"{VALIDATION}{name}": value for name, value in held.items()}
         return found
 
@@ -282,7 +282,7 @@ class Task:
         """
         if self.primary != ACCURACY or not self.scores or self.test_y.ndim != 1 or self.norms.policy == "local":
             return None
-        return classified(lambda x: self.f(w, x), self.test_x, self.test_y)
+        return classified(lambda x: self.f(w, x), self.test_x, self.test_y, self.data.padding)
 
     def rows(self, clients: Sequence[int]) -> Rows:
         """The records of some clients, as indices into `x` and `y`."""
