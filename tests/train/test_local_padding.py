@@ -282,3 +282,35 @@ def test_padding_is_a_client_s_own_record():
     index, _ = fv.LocalTraining(batch=4).plan(stack_of(task))
     for k in range(len(SIZES)):
         assert set(index[:, k].flatten()) <= set(task.clients[k])
+
+
+class Bag(nn.Module):
+    """The mean of tokens' scores, without token 0. It notes the widths of batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores = nn.Parameter(torch.randn(9, 3, generator=torch.Generator().manual_seed(0)))
+        self.widths: set[int] = set()
+
+    def forward(self, x):
+        self.widths.add(x.shape[-1])
+        here = (x != 0).float()[..., None]
+        return ((F.one_hot(x, 9).float() @ self.scores) * here).sum(-2) / here.sum(-2)
+
+
+def test_batches_of_short_records_are_cut_and_train_the_same_weights():
+    draw = torch.Generator().manual_seed(1)
+    x, y = torch.randint(1, 9, (40, 32), generator=draw), torch.arange(40) % 3
+    x[torch.arange(32) >= torch.cat([torch.full((20, 1), 7), torch.full((20, 1), 30)])] = 0
+    trained, widths = [], []
+    for padding in (0, None):
+        data = from_tensors(x, y, x, y, padding=padding)
+        task = fv.Task(Bag(), data, fv.Split(np.arange(40), np.array([0, 15, 40]), "halves"))
+        for clients in ((0,), (0, 1)):
+            task._pure._own()[0].widths.clear()
+            stack = ClientStack(task, clients, 1, fv.Seed.root(0), fv.Seed.root(9), [Slots()] * 2, [{}] * 2)
+            trained.append(local.LocalTraining(lr=0.5, batch=4, epochs=2).train(stack, task.initial)[0].clone())
+            widths.append(set(task._pure._own()[0].widths))
+    assert widths == [{8}, {8, 32}, {32}, {32}]
+    torch.testing.assert_close(trained[0], trained[2])
+    torch.testing.assert_close(trained[1], trained[3])

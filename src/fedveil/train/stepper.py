@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedveil.core.directions import words
+from fedveil.core.lengths import trimmed
 from fedveil.core.stack import ClientStack
 from fedveil.core.task import Task
 from fedveil.gpu.graphs import Captured, repeat
@@ -136,9 +137,14 @@ class Stepper:
     def _step(self, width: int) -> None:
         rows, count = self._index[self._cursor, :, :width][0], self._size[self._cursor][0]
         mask = (torch.arange(width, device=rows.device) < count[:, None]).float()
-        gradient = self._derive(self.weights, self.task.x[rows], self.task.y[rows], mask)
+        gradient = self._derive(self.weights, self._cut(self.task.x[rows]), self.task.y[rows], mask)
         self._descend(gradient, (count > 0).float()[:, None])
         self._cursor.add_(1)
+
+    def _cut(self, x: Tensor) -> Tensor:
+        """Records [C, B, …] without needless padding; on a GPU, a graph has one shape."""
+        padding = self.task.data.padding
+        return x if padding is None or x.is_cuda else trimmed(x, padding)
 
     def _gradient(self) -> Gradient:
         """The gradient of a minibatch in the precision of local training. Running statistics are replaced by new."""
