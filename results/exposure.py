@@ -1,6 +1,7 @@
 """What messages give away, on the digits.
 
 python results/exposure.py matrix     # as fedveil audit --matrix digits --victims 10 --budget-seconds 900
+python results/exposure.py candidates # the same messages, by a server that has a list of candidates
 python results/exposure.py slopes     # pictures rebuilt from K slopes a round, against K and the number of rounds
 python results/exposure.py histograms # slopes on records and on noise, as in figure 5 of the paper on BAFFLE
 python results/exposure.py papers     # the attacks with which the papers on FedAGE and TOFU argue, beside stronger ones
@@ -24,7 +25,9 @@ from scipy import stats
 
 import fedveil as fv
 from fedveil.attacks import matrix
-from fedveil.attacks.exposure import MATCHING, Attack, attempts, scored
+from fedveil.attacks.candidates import picked
+from fedveil.attacks.estimate import estimates
+from fedveil.attacks.exposure import MATCHING, Attack, attempts, scored, victims
 from fedveil.attacks.inversion import Inversion
 from fedveil.cli.matrix import run
 from fedveil.runs.fingerprint import environment
@@ -66,6 +69,25 @@ def point(data: fv.Data, share: float, rounds: int, how: Attack, seed: fv.Seed) 
         assert guess.psnr
         told[f"{name}: psnr"] = guess.psnr.value
     return told
+
+
+def candidates() -> None:
+    """Test candidates on the messages of the matrix, and write a row for each kind of estimate."""
+    data, seed = fv.load("digits"), fv.Seed.root(0)
+    told = {"command": "python results/exposure.py candidates", **environment(device="cpu", commit=_commit())}
+    rows: list[dict[str, Any]] = []
+    for case in matrix.cases():
+        task = matrix.task_of(case, data, seed)
+        with TemporaryDirectory() as folder:
+            seen, truths, rounds = matrix.played(case, task, seed, Path(folder))
+        found = [each for each in estimates(seen) if not case.kinds or each.kind in case.kinds]
+        for kind in dict.fromkeys(each.kind for each in found):
+            chosen, records = victims([each for each in found if each.kind == kind], seen, Attack(victims=10))
+            tested = picked(task, seen, chosen, truths)
+            row = {"case": case.name, "kind": kind, "records": records, "epsilon": rounds[-1].epsilon}
+            rows.append({**row, "picked": msgspec.to_builtins(tested)})
+            print(case.name, kind, records, tested and (tested.share, tested.auc), flush=True)
+    (HERE / "candidates.json").write_text(json.dumps(told | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 def slopes() -> None:
@@ -139,11 +161,12 @@ def _commit() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("matrix", "slopes", "histograms", "papers"))
+    parser.add_argument("part", choices=("matrix", "candidates", "slopes", "histograms", "papers"))
     HERE.mkdir(exist_ok=True)
     chosen = parser.parse_args().part
     if chosen != "matrix":
-        return {"slopes": slopes, "histograms": histograms, "papers": papers}[chosen]()
+        parts = {"candidates": candidates, "slopes": slopes, "histograms": histograms, "papers": papers}
+        return parts[chosen]()
     where = environment(command="python results/exposure.py matrix", device="cpu", commit=_commit())
     run("digits", HERE, (), Attack(victims=10, seconds=900), 0, where, lambda sentence: None)
 

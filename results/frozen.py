@@ -178,15 +178,18 @@ class Results:
             task = self.study.build(data, matrix.CLIENTS)
 
             def attacked(case: matrix.Case = case, task: fv.Task = task) -> dict[str, Any]:
-                checked = control(task, how.inversion, seed.child("control"))
+                pictured = task.x.is_floating_point()
+                checked = control(task, how.inversion, seed.child("control")) if pictured else None
                 rows, _ = matrix.attacked(case, task, seed, how, checked, tell)
                 return {"rows": msgspec.to_builtins(rows)}
 
             self.keep("attacks", case.name, attacked)
 
     def chosen(self, name: str) -> Case:
-        """The settings of a method that were best on the first split."""
+        """The settings of a method: the only ones, or those that were best on the first split."""
         scores, cases = [], self.study.sweep[name]
+        if len(cases) == 1:
+            return cases[0]
         for case in cases:
             told = self.keep("sweep", f"{name}: {words(case)}", lambda case=case: self.tuning(name, case))
             scores.append(told["validation_accuracy"])
@@ -233,7 +236,7 @@ def main(told: str | None, study: Study) -> None:
     parser.add_argument("features", type=Path, help="the file of features, or the folder of prompts")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file of results")
     parser.add_argument("--splits", nargs="+", default=study.splits, help=f"default: {' '.join(study.splits)}")
-    parser.add_argument("--methods", nargs="+", default=methods, help=f"default: {' '.join(methods)}")
+    parser.add_argument("--methods", nargs="*", default=methods, help=f"default: {' '.join(methods)}")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = Results(study, options)

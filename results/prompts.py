@@ -19,6 +19,7 @@ import heads
 import smollm2
 
 import fedveil as fv
+from fedveil.attacks.matrix import Case
 
 ADAPTERS = ("*adapter*",)
 MEMORY = 128  # megabytes of a pass on a CPU: that is how all directions run at once
@@ -92,6 +93,11 @@ def untrained(data: fv.Data) -> dict[str, Any]:
     return {"records": 0, "accuracy": task.evaluate(task.initial)["accuracy"]}
 
 
+def slopes(name: str, method: fv.Method, records: int = 1, rounds: int = 1) -> Case:
+    """A case of messages that are attacked; those of several rounds, together."""
+    return Case(name, method, records, rounds, ("slopes over rounds",) if rounds > 1 else ())
+
+
 SUMMED = functools.partial(forward, secure=fv.SecureSum(clip=64))
 STUDY = frozen.Study(
     "prompts.py",
@@ -102,9 +108,9 @@ STUDY = frozen.Study(
         "top-k": [(top_k, 15, {"rate": rate, "share": 0.12}) for rate in (0.002, 0.005)],
         "sketch": [(sketch, 15, {"rate": rate, "numbers": 400}) for rate in (0.002, 0.005)],
         "lora": [(fedavg, 8, {"rate": rate}) for rate in (0.001, 0.002)],
-        "secure": [(SUMMED, 60, {"directions": 32, "rate": rate}) for rate in (0.02, 0.04)],
-        "private-8": [(functools.partial(private, 8), 60, {"clip": clip, "rate": 0.02}) for clip in (1.0, 2.0)],
-        "private-2": [(functools.partial(private, 2), 60, {"clip": 1.0, "rate": 0.02})],
+        "secure": [(SUMMED, 60, {"directions": 32, "rate": 0.02})],
+        "private-8": [(functools.partial(private, 8), 40, {"clip": 1.0, "rate": 0.02})],
+        "private-2": [(functools.partial(private, 2), 40, {"clip": 1.0, "rate": 0.02})],
     },
     read=read,
     build=build,
@@ -115,6 +121,16 @@ STUDY = frozen.Study(
         "nothing: the whole network as it is": untrained,
     },
     splits=("iid",),
+    attacks=(
+        slopes("4 slopes, 1 round", forward(4)),
+        slopes("16 slopes, 1 round", forward(16)),
+        slopes("16 slopes of 32 sentences, 1 round", forward(16), 32),
+        slopes("16 slopes of 32 sentences, 20 rounds", forward(16), 32, 20),
+        slopes("16 private slopes, 1 round, ε = 8", private(8, 16, 1.0)),
+        slopes("16 private slopes of 32 sentences, 10 rounds, ε = 8", private(8, 16, 1.0), 32, 10),
+        slopes("16 slopes in a secure sum", SUMMED(16)),
+        slopes("16 slopes of 32 sentences in a secure sum", SUMMED(16), 32),
+    ),
 )
 
 if __name__ == "__main__":

@@ -152,3 +152,16 @@ def test_victims_are_drawn_by_the_seed_and_share_their_number_of_records(tmp_pat
     assert records == 1
     assert key(first) == key(again) != key(other)
     assert len(exposure.victims(found, seen, replace(QUICK, victims=9, records=2))[0]) == 2
+
+
+def test_where_no_record_can_be_rebuilt_candidates_decide(tmp_path):
+    own = task()
+    body = fv.Task(own.model, own.data, own.clients, trainable=["0.*"])  # without the last layer
+    for name, method, verdict in (
+        ("slopes", fv.Baffle(directions=8), FOUND),
+        ("noise", fv.FedAvg(ONE, privacy=fv.DpSgd(noise=50.0, clip=0.1, delta=1e-2)), NOT_FOUND),
+    ):
+        seen, truths = attacked(tmp_path / name, body, method, rounds=1, cohort=4)
+        (row,), _ = scored(body, seen, attempts(seen, QUICK), truths, None)
+        assert (row.verdict, row.reached) == (verdict, None)
+        assert "candidates" in row.why

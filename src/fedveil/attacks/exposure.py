@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fedveil.attacks import labels, linear
+from fedveil.attacks.candidates import Picked, picked
 from fedveil.attacks.epochs import Simulation, invert_epochs
 from fedveil.attacks.estimate import Estimate, cosines, estimates, masked
 from fedveil.attacks.inversion import Found, Inversion, Target, invert, steps_of
@@ -35,6 +36,8 @@ Tell = Callable[[str], object]
 FOUND, NOT_FOUND, INCONCLUSIVE = "found", "not found", "inconclusive"
 CONTROLS = 8  # records on which the control is run
 WORKS = 0.5  # the share of them that it must identify
+NO_LABELS, TOKENS = "records have no class labels", "records are tokens"  # why records are not rebuilt
+NO_LAST = "the last layer is not trained, so labels cannot be told"
 MASKED, CODES = "masked", ("code", "difference")  # kinds of estimates
 FAITHFUL = 0.95  # a cosine from which a code hides nothing
 DEVIATIONS = 5.0  # of the cosine of noise, 1/√d, beyond which a masked vector is no noise
@@ -72,6 +75,7 @@ class Exposure(msgspec.Struct, frozen=True):
     control:   what the attack reaches on raw gradients of one record at the initial weights
     verdict:   "found", "not found" or "inconclusive"
     why:       one sentence on the verdict
+    picked:    what testing candidates finds, see `attacks.candidates`
     """
 
     kind: str
@@ -85,6 +89,7 @@ class Exposure(msgspec.Struct, frozen=True):
     control: Nearness | None
     verdict: str
     why: str
+    picked: Picked | None = None
 
 
 @dataclass(frozen=True)
@@ -151,10 +156,13 @@ def attempt(seen: Seen, chosen: Sequence[Estimate], records: int, how: Attack, d
         local=_training(local, first.round, records),
     )
     if not task.data.labelled:
-        return Attempt(first.kind, tuple(chosen), records, None, None, "", "records have no class labels")
+        return Attempt(first.kind, tuple(chosen), records, None, None, "", NO_LABELS)
     if not task.data.x.is_floating_point():
-        return Attempt(first.kind, tuple(chosen), records, None, None, "", "records are tokens")
-    guessed = labels.count(task, target, seen.seed.child("audit", "labels")).y
+        return Attempt(first.kind, tuple(chosen), records, None, None, "", TOKENS)
+    try:
+        guessed = labels.count(task, target, seen.seed.child("audit", "labels")).y
+    except ValueError:
+        return Attempt(first.kind, tuple(chosen), records, None, None, "", NO_LAST)
     target = replace(target, labels=guessed)
     seed = seen.seed.child("audit", "records", first.kind)
     try:
@@ -242,20 +250,28 @@ def _scored(
             compared = [others[name].identified for name in ("mean", "random")]
             ahead = _ahead(attack.identified, compared, reached.chance, seed)
             pictures = _pictures(pool, made.found.x, x, made_up["nearest"])
-    verdict, why = judged(made, near, task.layout.size, reached, ahead, checked)
+    tested = None if made.kind == MASKED else picked(task, seen, made.victims, truths)
+    verdict, why = judged(made, near, task.layout.size, reached, ahead, checked, tested)
     rounds, count = sorted({victim.round for victim in made.victims}), len(made.victims)
-    row = Exposure(made.kind, rounds, count, made.records, near, told, reached, guesses, checked, verdict, why)
+    row = Exposure(made.kind, rounds, count, made.records, near, told, reached, guesses, checked, verdict, why, tested)
     return row, pictures
 
 
 def judged(
-    made: Attempt, near: Range, weights: int, reached: Nearness | None, ahead: float, checked: Nearness | None
+    made: Attempt,
+    near: Range,
+    weights: int,
+    reached: Nearness | None,
+    ahead: float,
+    checked: Nearness | None,
+    tested: Picked | None = None,
 ) -> tuple[str, str]:
     """The verdict on an attempt, and why.
 
     near:    the cosine with the truth
     weights: d, which decides how large the cosine of noise is
     ahead:   by how much larger a share of records it identifies than guesses do, at least
+    tested:  what testing candidates finds, which decides where no record can be rebuilt
     """
     if made.kind == MASKED:
         if max(near.low, -near.high) > DEVIATIONS / math.sqrt(weights):
@@ -263,6 +279,13 @@ def judged(
         return NOT_FOUND, "masked vectors of single clients look like noise"
     if made.kind in CODES and near.low > FAITHFUL:
         return FOUND, f"the server decodes the codes of single clients to their updates (cosine {near.value:.2f})"
+    if made.missing in (NO_LABELS, NO_LAST, TOKENS) and tested and tested.control >= WORKS:
+        if tested.share.low > tested.chance:
+            return FOUND, f"of {tested.candidates:,} candidates, {tested.share.value:.0%} of the true ones are picked"
+        return (
+            NOT_FOUND,
+            f"testing {tested.candidates:,} candidates picks no more records than chance; its control works",
+        )
     if reached is None or made.found is None:
         return INCONCLUSIVE, f"no attack on records: {made.missing or 'the truth is of other records'}"
     if reached.exact.low > 0 or ahead > 0:

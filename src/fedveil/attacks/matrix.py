@@ -209,7 +209,9 @@ def played(case: Case, task: Task, seed: Seed, folder: Path) -> tuple[Seen, Trut
     return seen, {n: read_truth(folder, n) for n in numbers}, rows
 
 
-def attacked(case: Case, task: Task, seed: Seed, how: Attack, checked: Nearness, tell: Tell) -> tuple[list[Row], Album]:
+def attacked(
+    case: Case, task: Task, seed: Seed, how: Attack, checked: Nearness | None, tell: Tell
+) -> tuple[list[Row], Album]:
     """The rows of a case, one for each kind of estimate, and pictures of victims by kind."""
     began = time.monotonic()
     tell(f"{case.name}: training {_rounds(case.rounds)}")

@@ -42,12 +42,13 @@ def show(found: Audit) -> None:
 def _exposed(messages: list[Exposure]) -> None:
     """A row for each kind of message, and the guesses and the control below."""
     table = Table("messages", box=None, pad_edge=False, padding=(0, 1))
-    for head in ("number", "records", "cosine", "labels", "PSNR", "identified", "exact"):
+    for head in ("number", "records", "cosine", "labels", "PSNR", "identified", "exact", "picked"):
         table.add_column(head, justify="right")
     for each in messages:
         near = each.reached
         told = [f"{each.cosine.value:.2f}", _share(each.labels)]
         told += [_number(near.psnr), _share(near.identified), _share(near.exact)] if near else ["–"] * 3
+        told.append(_share(each.picked.share if each.picked else None))
         table.add_row(each.kind, str(each.messages), str(each.records), *told)
     for name, near in messages[0].baselines.items():
         told = ["", "", "", "", _number(near.psnr), _share(near.identified), _share(near.exact)]
@@ -57,7 +58,16 @@ def _exposed(messages: list[Exposure]) -> None:
         table.add_row("control", *told, _number(control.psnr), _share(control.identified), _share(control.exact))
     out.print(table)
     for each in messages:
-        _paragraph(f"{each.kind}: {each.verdict}. {each.why[:1].upper()}{each.why[1:]}.")
+        _paragraph(f"{each.kind}: {each.verdict}. {each.why[:1].upper()}{each.why[1:]}.{_picked(each)}")
+
+
+def _picked(row: Exposure) -> str:
+    """What testing candidates found, if the verdict is about something else."""
+    if row.picked is None or row.reached is None:
+        return ""
+    tested = row.picked
+    told = f"Of a list of {tested.candidates:,} candidates, the server picks {tested.share.value:.0%} of the true ones"
+    return f" {told} (by chance {tested.chance:.1%})."
 
 
 def _sets(sets: list[SetExposure]) -> None:

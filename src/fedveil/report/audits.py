@@ -58,22 +58,36 @@ def _messages(found: Audited) -> str:
     said = (
         "Messages become an estimate of the update or gradient, and this becomes records. The cosine is that of the "
         "estimate with the truth. Identified: the share of records that the rebuilt one tells from up to 999 others. "
-        "Exact: an error below 1e-4 of the variance of the data. The control is one record from its raw gradient."
+        "Exact: an error below 1e-4 of the variance of the data. The control is one record from its raw gradient. "
+        "Picked: the share of a message's n records among the n likeliest of a list of candidates; nothing is rebuilt."
     )
-    heads = ["run", "messages", "number", "records", "cosine", "labels", "PSNR", "SSIM", "identified", "exact"]
+    heads = [
+        "run",
+        "messages",
+        "number",
+        "records",
+        "cosine",
+        "labels",
+        "PSNR",
+        "SSIM",
+        "identified",
+        "exact",
+        "picked",
+    ]
     return f'\n<p class="note">{said}</p>\n' + table(heads, rows, "Messages")
 
 
 def _exposed(audit: Audit) -> Iterator[str]:
     for each in audit.messages:
         told = [each.kind, str(each.messages), str(each.records), f"{each.cosine.value:.2f}", _share(each.labels)]
-        yield "".join(map(cell, [*told, *_near(each.reached)]))
+        yield "".join(map(cell, [*told, *_near(each.reached), _share(each.picked.share if each.picked else None)]))
     for first in audit.messages[:1]:
         for guess, near in first.baselines.items():
-            yield "".join(map(cell, [f"guess: {guess}", "", str(near.records), "", "", *_near(near)]))
+            yield "".join(map(cell, [f"guess: {guess}", "", str(near.records), "", "", *_near(near), ""]))
         if first.control:
             told = ["control", str(first.control.victims), "1", "1.00", _share(first.control.labels)]
-            yield "".join(map(cell, [*told, *_near(first.control)]))
+            alone = f"{first.picked.control:.0%}" if first.picked else "–"
+            yield "".join(map(cell, [*told, *_near(first.control), alone]))
 
 
 def _near(near: Nearness | None) -> list[str]:
