@@ -42,6 +42,9 @@ import fedveil as fv
 from fedveil.methods.baffle.probing import forward_only
 
 
+MEMORY = 128  # megabytes of a pass at last tokens on a CPU, so that all directions run at once
+
+
 def scales(folder: Path) -> tuple[str, ...]:
     """The names of the scales that are trained by default."""
     return ("layers.[01].*_norm.scale",) if smollm2.is_kept(folder) else middle(folder)
@@ -120,7 +123,9 @@ def main() -> None:
         options.folder, patterns, options.clients, options.device, options.seed, options.held, lora=options.lora
     )
     server = {"schedule": options.schedule}
-    method = probing(options.directions, options.batch, options.rate, precision=options.precision, server=server)
+    memory = MEMORY if smollm2.is_kept(options.folder) and options.device == "cpu" else None
+    more = {"precision": options.precision, "server": server, "memory": memory}
+    method = probing(options.directions, options.batch, options.rate, **more)
     zero_shot = task.evaluate(task.initial)
     print(f"{task.layout.size:,} trained weights; before training {100 * zero_shot['accuracy']:.1f}% of test sentences")
     pass_ = milliseconds(task, method)

@@ -880,9 +880,24 @@ def rebuilt(study: str) -> str:
     return table(["clients send", "records", "the server attacks", "cosine", "labels, %", "identified, %", ""], body, 1)
 
 
+def tested(study: str) -> str:
+    """Which records a server that has a list of candidates picks for the messages of a study."""
+    told, body = json.loads((HERE / f"{study}.json").read_text(encoding="utf-8")), []
+    for name, case in told["attacks"].items():
+        for row in case["rows"]:
+            found, test = row["exposure"], row["exposure"]["picked"]
+            if test:
+                figures = [_value(test["share"], 100), f"{100 * test['chance']:.1f}", f"{test['auc']['value']:.3f}"]
+                body.append([name, count(found["records"]), count(test["candidates"]), *figures, found["verdict"]])
+    return table(["clients send", "records", "candidates", "picked, %", "by chance, %", "AUC", ""], body, 1)
+
+
 def exposure() -> str:
-    """What messages of the digits expose, from the matrix of attacks."""
-    done = json.loads((EXPOSED / "matrix.json").read_text(encoding="utf-8"))
+    """What messages of the digits expose, from the matrix of attacks and the test of candidates."""
+    done, told = (
+        json.loads((EXPOSED / f"{name}.json").read_text(encoding="utf-8")) for name in ("matrix", "candidates")
+    )
+    tests = {(row["case"], row["kind"], row["records"]): row["picked"] for row in told["rows"]}
     head = ["clients send", "records", "the server attacks", "cosine", "labels, %", "PSNR, dB", "identified, %"]
     body = []
     for row in done["rows"]:
@@ -892,9 +907,12 @@ def exposure() -> str:
         records = str(found["records"] or row["records"])
         cosine = f"{found['cosine']['value']:.2f}"
         assert epsilon is None or "ε" in row["case"]
-        body.append([row["case"], records, found["kind"], cosine, *figures, found["verdict"]])
-    told = f"`{done['environment']['command']}`, commit {done['environment']['commit']}:"
-    return f"{told}\n\n{table([*head, ''], body, 1)}"
+        tested = tests.get((row["case"], found["kind"], found["records"]))
+        picked = _value(tested["share"], 100) if tested else ""
+        body.append([row["case"], records, found["kind"], cosine, *figures, found["verdict"], picked])
+    ran = f"`{done['environment']['command']}`, commit {done['environment']['commit']}"
+    ran += f"; picked: `{told['command']}`, commit {told['commit']}:"
+    return f"{ran}\n\n{table([*head, '', 'picked, %'], body, 1)}"
 
 
 def guesses() -> str:
@@ -1062,6 +1080,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "images": lambda: new_layer("images", "pictures", 0.85),
     "sentences": lambda: new_layer("sentences", "sentences", 0.86),
     "sentences attacks": lambda: rebuilt("sentences"),
+    "prompts attacks": lambda: tested("prompts"),
     "prompts": lambda: new_layer("prompts", "sentences", 0.86, "The same weights where one party has the {}, by Adam:"),
     "exposure": exposure,
     "guesses": guesses,

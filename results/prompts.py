@@ -22,7 +22,6 @@ import fedveil as fv
 from fedveil.attacks.matrix import Case
 
 ADAPTERS = ("*adapter*",)
-MEMORY = 128  # megabytes of a pass on a CPU: that is how all directions run at once
 folder = Path()
 
 
@@ -50,14 +49,14 @@ def build(data: fv.Data, clients: int, kind: str = "iid", seed: int = 0, lora: i
 
 def forward(directions: int = 16, batch: int = 32, rate: float = 0.02, **more: Any) -> fv.Baffle:
     """Slopes in bfloat16, but for the trained layers and the loss."""
-    settings = {"precision": "bfloat16", "sigma": 1e-3, "memory": MEMORY} | more
+    settings = {"precision": "bfloat16", "sigma": 1e-3, "memory": example.MEMORY} | more
     return heads.forward(directions, batch, rate, **settings)
 
 
 def private(epsilon: float, directions: int = 16, clip: float = 1.0, rate: float = 0.02) -> fv.Baffle:
     """Slopes of records of which each is clipped and noised, with a budget for all rounds together."""
     privacy = fv.DpSgd(clip=clip, budget=epsilon, delta=1e-3, noise="auto")
-    return heads.forward(directions, 32, rate, privacy=privacy, memory=MEMORY)
+    return heads.forward(directions, 32, rate, privacy=privacy, memory=example.MEMORY)
 
 
 def local(rate: float, epochs: int = 1) -> fv.LocalTraining:
