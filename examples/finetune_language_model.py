@@ -41,7 +41,6 @@ from traffic import recorded
 import fedveil as fv
 from fedveil.methods.baffle.probing import forward_only
 
-
 MEMORY = 128  # megabytes of a pass at last tokens on a CPU, so that all directions run at once
 
 
