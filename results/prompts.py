@@ -102,7 +102,7 @@ STUDY = frozen.Study(
     "prompts.py",
     "sentences",
     sweep={
-        "forward": [(forward, 200, {"rate": rate}) for rate in (0.01, 0.02, 0.04)],
+        "forward": [(forward, 200, {"rate": rate}) for rate in (0.005, 0.01, 0.02)],
         "fedavg": [(fedavg, 12, {"rate": rate}) for rate in (0.002, 0.005)],
         "top-k": [(top_k, 15, {"rate": 0.005, "share": 0.12})],
         "sketch": [(sketch, 15, {"rate": 0.005, "numbers": 400})],
