@@ -4,7 +4,8 @@
 
 FOLDER is written by examples/smollm2.py. Parts, and about how long each takes on an H200:
 
-timing   1 minute     milliseconds of a forward pass of 128 sentences, by directions and by how passes are launched
+timing   1 minute     milliseconds of a forward pass of 128 sentences, by directions and by how passes are launched;
+                      also for a folder that `smollm2.py keep` wrote
 sweep    4 minutes    settings compared on validation sentences; test sentences are not loaded
 seeds    4 minutes    the chosen settings with three seeds
 rivals   3 minutes    FedAvg by backpropagation: LoRA, the same weights, and top-k and sketches at equal bytes
@@ -151,7 +152,7 @@ class Parts:
         return smollm2.model(self.options.folder, lora=lora)
 
     def task(self, case: Case) -> fv.Task:
-        names = case.trainable or example.middle(self.options.folder)
+        names = case.trainable or example.scales(self.options.folder)
         key = names, case.lora, case.seed, case.max_records
         if key not in self.tasks:
             self.tasks.clear()  # one at a time is on the device

@@ -273,6 +273,28 @@ def test_the_language_model_example_takes_a_folder_for_last_tokens(kept, monkeyp
     assert 4 * 8 < found["rounds"][0]["up"] < 4 * 8 + 100
 
 
+def test_the_study_of_weights_inside_a_language_model_runs_on_a_toy(kept, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "results")
+    import frozen
+    import prompts
+
+    short = {name: [(make, 2, settings) for make, _, settings in cases] for name, cases in prompts.STUDY.sweep.items()}
+    few = [case for case in prompts.STUDY.attacks if case.records == 1 and case.rounds == 1]
+    monkeypatch.setattr(frozen, "CLIENTS", 4)
+    monkeypatch.setattr(frozen, "COHORT", 3)
+    out = tmp_path / "prompts.json"
+    arguments = [kept, "--out", out, "--methods", "forward", "lora", "secure", "private-8"]
+    monkeypatch.setattr(sys, "argv", ["prompts.py", *map(str, arguments)])
+    frozen.main("", dataclasses.replace(prompts.STUDY, sweep=short, attacks=few))
+    found = json.loads(out.read_text())
+    assert found["seeds"]["iid forward 0"]["weights"] == 64
+    assert found["seeds"]["iid lora 0"]["up_a_round"] > 4 * found["seeds"]["iid forward 0"]["up_a_round"]
+    assert found["seeds"]["iid private-8 0"]["epsilon"] == pytest.approx(8, abs=0.01)
+    verdicts = {name: case["rows"][0]["exposure"]["verdict"] for name, case in found["attacks"].items()}
+    assert verdicts["4 slopes, 1 round"] == "found"
+    assert verdicts["16 private slopes, 1 round, ε = 8"] == "not found"
+
+
 def test_a_model_needs_a_layer_before_those_that_are_trained(sentences, tmp_path):
     import smollm2
 
