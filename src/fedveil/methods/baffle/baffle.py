@@ -69,8 +69,8 @@ class Baffle(Estimate, Method):
             "paper, proves nothing: they are what a known linear map makes of the gradient."),
             ("measured", "'fedveil audit' rebuilds the record of a client with one of them from as many slopes as the "
             "model has weights. It identifies it from some tenths as many, and sometimes from a sixteenth where only a "
-            "linear layer is trained. Slopes of several rounds add up. A server with a list of candidates needs only a few "
-            "slopes to pick the record of a client with one."),
+            "linear layer is trained. Slopes of several rounds add up. A server with a list of candidates needs only a "
+            "few slopes to pick the record of a client with one."),
             PRIVATE[0],
         ),
         paper=PAPER,
