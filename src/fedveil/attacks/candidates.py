@@ -52,7 +52,7 @@ class Picked(msgspec.Struct, frozen=True):
 
 
 def picked(task: Task, seen: Seen, victims: Sequence[Estimate], truths: Truths) -> Picked | None:
-    """Test candidates on the messages of some victims. None where no message is of any record.
+    """Test candidates on the messages of some victims. Return None if there is no record behind any of them.
 
     task: with all records, of which only those behind the messages become candidates; the others are test records
     """
