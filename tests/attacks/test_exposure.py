@@ -10,6 +10,7 @@ import torch
 import fedveil as fv
 from attack_tools import attacked, run, seen_in, truths_in, without_records
 from fedveil.attacks import exposure
+from fedveil.attacks.audit import Audit, verdicts
 from fedveil.attacks.exposure import FOUND, INCONCLUSIVE, NOT_FOUND, Attack, attempts, control, scored
 from fedveil.attacks.inversion import Inversion
 from fedveil.attacks.matrix import Case, task_of
@@ -165,3 +166,6 @@ def test_where_no_record_can_be_rebuilt_candidates_decide(tmp_path):
         (row,), _ = scored(body, seen, attempts(seen, QUICK), truths, None)
         assert (row.verdict, row.reached) == (verdict, None)
         assert "candidates" in row.why
+        (told,) = verdicts(Audit(1, 0, 1e-5, None, {}, None, None, None, [], messages=[row]))
+        assert told.verdict == verdict
+        assert "picked from a list" in told.sentence

@@ -89,12 +89,14 @@ def _messages(found: Audit) -> Iterator[Verdict]:
         return
     by_verdict = {each.verdict: each for each in reversed(found.messages)}
     if worst := by_verdict.get(FOUND):
-        told = f"records of clients can be rebuilt from their messages ({worst.kind}): {worst.why}"
+        how = "picked from a list by" if worst.picked and not worst.reached else "rebuilt from"
+        told = f"records of clients can be {how} their messages ({worst.kind}): {worst.why}"
         yield Verdict("inversion", FOUND, told)
     elif unsure := by_verdict.get(INCONCLUSIVE):
         yield Verdict("inversion", INCONCLUSIVE, f"nothing is known about records in messages: {unsure.why}")
     else:
-        told = "no record was rebuilt from messages by an attack that works elsewhere; a better attack may do it"
+        how = "rebuilt from messages" if any(each.reached for each in found.messages) else "picked from a list"
+        told = f"no record was {how} by an attack that works elsewhere; a better attack may do it"
         yield Verdict("inversion", NOT_FOUND, told)
 
 
