@@ -397,6 +397,8 @@ def main() -> None:
     if options.what in ("features", "keep"):
         if options.folder is None:
             parser.error(f"{options.what} needs a folder that was prepared")
+        if is_kept(options.folder):
+            parser.error(f"{options.folder} was written by keep; give the folder that prepare or toy wrote")
         how = options.precision, options.device
         if options.what == "keep":
             keep(options.folder, options.out, options.layer, *how)

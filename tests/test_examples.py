@@ -295,6 +295,13 @@ def test_the_study_of_weights_inside_a_language_model_runs_on_a_toy(kept, monkey
     assert verdicts["16 private slopes, 1 round, ε = 8"] == "not found"
 
 
+@pytest.mark.parametrize("what", ["keep", "features"])
+def test_a_folder_for_last_tokens_is_not_taken_for_a_whole_model(kept, what, monkeypatch, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        call(monkeypatch, "smollm2", what, kept, "--layer", 1, "--out", tmp_path / "again.npz")
+    assert "was written by keep; give the folder that prepare or toy wrote" in capsys.readouterr().err
+
+
 def test_a_model_needs_a_layer_before_those_that_are_trained(sentences, tmp_path):
     import smollm2
 
